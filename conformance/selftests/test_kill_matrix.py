@@ -11,7 +11,7 @@ import subprocess
 import sys
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,14 +235,6 @@ def test_reason_excuses_survivor_until_stale(row: Row, why: str, is_due: bool, r
     assert reported in "\n".join(lines)
 
 
-def test_red_test_without_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pool = contextlib.nullcontext(SimpleNamespace(run=end_on_red))
-    monkeypatch.setattr(measure, "WorkerPool", lambda *args, **options: pool)
-    out = tmp_path / "kills.json"
-    assert main(["faults", "--only", "custom_fwd.", "--out", str(out)]) == NOT_JUDGED
-    assert not out.exists()
-
-
 def end_on_red(trials: Iterable[Trial[Any]]) -> None:
     """End every task with the same red test, whatever is injected."""
     for trial in trials:
@@ -250,6 +242,29 @@ def end_on_red(trials: Iterable[Trial[Any]]) -> None:
         with contextlib.suppress(StopIteration):
             while True:
                 trial.send(Ending("failed", "t", "a.clause"))
+
+
+def fail_to_run(trials: Iterable[Trial[Any]]) -> None:
+    raise RuntimeError("pytest ended with code 4")
+
+
+@pytest.mark.parametrize(
+    ("run", "reported"),
+    [(end_on_red, "impl is red without a fault: "), (fail_to_run, "stopped, because pytest ended with code 4")],
+)
+def test_run_that_cannot_judge_kills_nothing(
+    run: Callable[[Any], None],
+    reported: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pool = contextlib.nullcontext(SimpleNamespace(run=run))
+    monkeypatch.setattr(measure, "WorkerPool", lambda *args, **options: pool)
+    out = tmp_path / "kills.json"
+    assert main(["faults", "--only", "custom_fwd.", "--out", str(out)]) == NOT_JUDGED
+    assert reported in capsys.readouterr().out
+    assert not out.exists()
 
 
 def test_test_is_checked_once_without_fault() -> None:
@@ -327,16 +342,17 @@ def test_reasons_name_existing_faults_and_clauses() -> None:
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
-        (["--only", "no such fault"], "no fault has 'no such fault' in its name"),
-        (["--only", "custom_fwd", "--clauses"], "remove --only"),
-        (["--jobs", "0"], "--jobs is 0"),
+        (["faults", "--only", "no such fault"], "no fault has 'no such fault' in its name"),
+        (["faults", "--only", "custom_fwd", "--clauses"], "remove --only"),
+        (["faults", "--jobs", "0"], "--jobs is 0"),
+        (["mutation", "--show", "amp.grad_scaler:no_such_operator:0"], "has no mutant 'amp.grad_scaler:no_such"),
     ],
 )
 def test_mistakes_in_command_are_reported_before_run(
     words: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["faults", *words])
+        main(words)
     assert ended.value.code == NOT_JUDGED
     assert reported in capsys.readouterr().err
 

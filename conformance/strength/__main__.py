@@ -52,6 +52,9 @@ def main(words: Sequence[str]) -> int:
     except RedWithoutFault as error:
         _print(f"{options.subject} is red without a fault: {error}")
         return NOT_JUDGED
+    except RuntimeError as error:
+        _print(f"stopped, because {error}")
+        return NOT_JUDGED
     except KeyboardInterrupt:
         _print("stopped")
         return STOPPED

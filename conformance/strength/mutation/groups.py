@@ -151,10 +151,10 @@ def draw(group: MutationGroup, package: str, sample: int, seed: int) -> list[Mut
 
 
 def find_mutant(package: str, name: str) -> Mutant:
-    """Return the mutant with a name such as `amp.grad_scaler:drop_wait:0`.
+    """Return the mutant with a name such as `amp.grad_scaler:drop_argument:0`.
 
     Raises:
-        LookupError: there is none.
+        ValueError: there is none.
     """
     for group in GROUPS:
         for module in modules_of(group, package):
@@ -162,7 +162,7 @@ def find_mutant(package: str, name: str) -> Mutant:
                 for site in sites_in(package, module):
                     if Mutant(group, module, site).fault_id == f"{MUTANT}{name}":
                         return Mutant(group, module, site)
-    raise LookupError(f"{package} has no mutant {name!r}")
+    raise ValueError(f"{package} has no mutant {name!r}; expected a name such as amp.grad_scaler:drop_argument:0")
 
 
 def parsed(package: str, module: str) -> ast.Module:

@@ -1,6 +1,6 @@
 """Import of a subject with changed source.
 
-`package+mutant:amp.grad_scaler:drop_wait:0` names one mutant, and `package+lines:all` source that records which of its
+`package+mutant:amp.grad_scaler:drop_argument:0` names one mutant, and `package+lines:all` source that records which of its
 lines are executed. A spec is a string that every process can load, so ranks run the same source.
 """
 
