@@ -226,6 +226,32 @@ def test_calls_out_of_order_raise(fused: FusedStep, device: str) -> None:
 
 @clause("amp.grad_scaler.fused_step.in_order")
 @TORCH_HAS_NO_FUSED_STEP
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+def test_fused_step_without_gradients_can_be_repeated_with_them(
+    fused: FusedStep, device: str, kind: str
+) -> None:
+    """The second step unscales its gradients, because the refused one has recorded nothing."""
+
+    def repeated(library: Library, take: Take, is_first_refused: bool) -> tuple[Outcome, Outcome]:
+        harness = Harness(library, device, SOME, KINDS[kind], init_scale=8.0).used()
+        harness.zero_grad()
+        refused = observe(harness.scaler.fused_step, harness.optimizer) if is_first_refused else Outcome()
+        harness.backward()
+        take(harness, math.inf)
+        return refused, state_of(harness)
+
+    _, expected = repeated(fused.reference, by_four, is_first_refused=False)
+
+    def compare(actual: tuple[Outcome, Outcome]) -> None:
+        refused, state = actual
+        assert "No inf checks were recorded for this optimizer" in str(refused.raised)
+        assert_same_states([expected], [state])
+
+    fused.judge(lambda library: repeated(library, by_one, is_first_refused=True), compare)
+
+
+@clause("amp.grad_scaler.fused_step.in_order")
+@TORCH_HAS_NO_FUSED_STEP
 def test_python_step_counts_raise_error_of_torch(fused: FusedStep, device: str) -> None:
     """Old state dicts contain such step counts. The error is that of torch's own step."""
 

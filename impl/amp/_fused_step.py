@@ -104,6 +104,11 @@ class Step:
         return dict(zip(map(id, self.params), self.shardings, strict=False))
 
     @property
+    def has_peers(self) -> bool:
+        """Whether other ranks take part in this step, which may have gradients if this one has none."""
+        return bool(self.shardings) or (self.scaler._has_peers and self.scale is not None)
+
+    @property
     def norm_device(self) -> torch.device:
         """Device on which the norms and flags of all gradients are combined."""
         return self.scaler._norm_device(self.params)
@@ -201,8 +206,7 @@ def fused_step(
 
 def check_peers(step: Step, error: NoFusedUpdate) -> None:
     """Raise RuntimeError if other ranks may take a fused update and wait for this one, which has none."""
-    has_peers = bool(step.shardings) or (step.scaler._has_peers and step.scale is not None)
-    if has_peers and error.is_of_this_rank:
+    if step.has_peers and error.is_of_this_rank:
         raise RuntimeError(
             f"no fused step of this optimizer on this rank, since {error}; call unscale_, clip_grad_norm_, step and "
             "update instead, on all ranks"
@@ -214,6 +218,9 @@ def _step_by_optimizer(step: Step, served: Sequence[Served]) -> FusedStepResult:
     scaler, optimizer, options = step.scaler, step.optimizer, step.options
     if options.ahead is not None:
         options.ahead.undo()
+    if step.scale is not None and not step.has_peers and all(param.grad is None for param in step.params):
+        check_step(optimizer)
+        raise AssertionError("No inf checks were recorded for this optimizer.")
     with _upcast_grads(step.params, options.low_precision_params):
         if step.scale is not None and step.known_found_inf is None:
             scaler.unscale_(optimizer)
