@@ -1,4 +1,4 @@
-"""Clipping and an optimizer's step over 2,000 sharded DTensors of 1,000 elements, on ranks.
+"""Unscaling, clipping and an optimizer's step over 2,000 sharded DTensors of 1,000 elements, on ranks.
 
 torch dispatches each operator on DTensors in Python. impl looks up the local tensors once and passes them to kernels.
 `RatioDtensorAdamW` times `GradScaler.fused_step`, which unscales and checks the gradients besides, against the plain
@@ -24,6 +24,19 @@ def on_ranks(operation: str, subject: str, world_size: int, device: str, meshes:
         functools.partial(pool.run, f"{_RANKS}:run", **arguments),
         effect=lambda: pool.run(f"{_RANKS}:effect", **arguments)[0],
     )
+
+
+class RatioDtensorUnscale(comparison.BriefRatio):
+    title = "GradScaler.unscale_ of 2,000 DTensors"
+    area, curve = "GradScaler", "unscale_ of 2,000 DTensors, {world_size} ranks"
+    params = [[2], _DEVICES]
+    param_names = ["world_size", "device"]
+    workload = staticmethod(functools.partial(on_ranks, "unscale"))
+
+    def setup_cache(self):
+        return self.measure_all()
+
+    setup_cache.timeout = 1_800
 
 
 class RatioDtensorClip(comparison.Ratio):

@@ -60,7 +60,19 @@ def _adamw(subject: str, parameters: list[Any]) -> Callable[[], Any]:
     return functools.partial(scaler.fused_step, optimizer)
 
 
-_CALLS = {"clip": _clip, "adamw": _adamw}
+def _unscale(subject: str, parameters: list[Any]) -> Callable[[], Any]:
+    optimizer = torch.optim.SGD(parameters)
+    scaler = member(subject, "amp.GradScaler")("cpu", init_scale=1.0, growth_interval=2**30)
+    scaler.scale(torch.ones(()))
+
+    def call() -> None:
+        scaler.unscale_(optimizer)
+        scaler.update()  # allows the next unscale_
+
+    return call
+
+
+_CALLS = {"clip": _clip, "adamw": _adamw, "unscale": _unscale}
 
 
 def run(rank: Any, *, operation: str, subject: str, meshes: int) -> None:
