@@ -250,7 +250,10 @@ def fail_to_run(trials: Iterable[Trial[Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("run", "reported"),
-    [(end_on_red, "impl is red without a fault: "), (fail_to_run, "stopped, because pytest ended with code 4")],
+    [
+        (end_on_red, "impl is red without a fault: "),
+        (fail_to_run, "stopped, because pytest ended with code 4"),
+    ],
 )
 def test_run_that_cannot_judge_kills_nothing(
     run: Callable[[Any], None],
@@ -345,7 +348,10 @@ def test_reasons_name_existing_faults_and_clauses() -> None:
         (["faults", "--only", "no such fault"], "no fault has 'no such fault' in its name"),
         (["faults", "--only", "custom_fwd", "--clauses"], "remove --only"),
         (["faults", "--jobs", "0"], "--jobs is 0"),
-        (["mutation", "--show", "amp.grad_scaler:no_such_operator:0"], "has no mutant 'amp.grad_scaler:no_such"),
+        (
+            ["mutation", "--show", "amp.grad_scaler:no_such_operator:0"],
+            "has no mutant 'amp.grad_scaler:no_such",
+        ),
     ],
 )
 def test_mistakes_in_command_are_reported_before_run(

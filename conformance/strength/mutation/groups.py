@@ -151,7 +151,7 @@ def draw(group: MutationGroup, package: str, sample: int, seed: int) -> list[Mut
 
 
 def find_mutant(package: str, name: str) -> Mutant:
-    """Return the mutant with a name such as `amp.grad_scaler:drop_argument:0`.
+    """Return the mutant with a name such as `amp.grad_scaler:return_early:0`.
 
     Raises:
         ValueError: there is none.
@@ -162,7 +162,9 @@ def find_mutant(package: str, name: str) -> Mutant:
                 for site in sites_in(package, module):
                     if Mutant(group, module, site).fault_id == f"{MUTANT}{name}":
                         return Mutant(group, module, site)
-    raise ValueError(f"{package} has no mutant {name!r}; expected a name such as amp.grad_scaler:drop_argument:0")
+    raise ValueError(
+        f"{package} has no mutant {name!r}; expected a name such as amp.grad_scaler:return_early:0"
+    )
 
 
 def parsed(package: str, module: str) -> ast.Module:

@@ -1,7 +1,7 @@
 """Import of a subject with changed source.
 
-`package+mutant:amp.grad_scaler:drop_argument:0` names one mutant, and `package+lines:all` source that records which of its
-lines are executed. A spec is a string that every process can load, so ranks run the same source.
+`package+mutant:amp.grad_scaler:return_early:0` names one mutant, and `package+lines:all` source that records which of
+its lines are executed. A spec is a string that every process can load, so ranks run the same source.
 """
 
 from __future__ import annotations
