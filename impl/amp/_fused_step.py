@@ -200,6 +200,7 @@ def fused_step(
                 )
         except NoFusedUpdate as error:
             check_peers(step, error)
+            _check_has_gradients(step)
             served = served_by_optimizer(params, error)
         return _step_by_optimizer(step, served)
 
@@ -213,14 +214,18 @@ def check_peers(step: Step, error: NoFusedUpdate) -> None:
         ) from None
 
 
+def _check_has_gradients(step: Step) -> None:
+    """Raise AssertionError if there are no gradients on any rank. Peers may have some if this rank has none."""
+    if step.scale is not None and not step.has_peers and all(param.grad is None for param in step.params):
+        check_step(step.optimizer)
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+
+
 def _step_by_optimizer(step: Step, served: Sequence[Served]) -> FusedStepResult:
     """Unscale and clip the gradients in place, then call `optimizer.step()`."""
     scaler, optimizer, options = step.scaler, step.optimizer, step.options
     if options.ahead is not None:
         options.ahead.undo()
-    if step.scale is not None and not step.has_peers and all(param.grad is None for param in step.params):
-        check_step(optimizer)
-        raise AssertionError("No inf checks were recorded for this optimizer.")
     with _upcast_grads(step.params, options.low_precision_params):
         if step.scale is not None and step.known_found_inf is None:
             scaler.unscale_(optimizer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, holds
 from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene
@@ -252,11 +255,20 @@ def scale(scene: Scene, *, kind: str, path: str, has_default: bool = True) -> li
         return [*_steps(scene, group, scene.rank.rank, model), *model.parameters()]
 
 
+def scale_dtensors(scene: Scene, *, kind: str, path: str, has_default: bool = True) -> list[Any]:
+    """Train a model of DTensors on the same data, with a scaler that uses the group."""
+    model = fully_shard(_model(), mesh=scene.rank.mesh(scene.rank.world_size))
+    with _group(scene.rank, kind, path, has_default) as group, warnings.catch_warnings():
+        # torch's operator warns of its own arguments.
+        warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1")
+        return [*_steps(scene, group, scene.rank.rank, model), *full_parameters(model).values()]
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.process_group_of_other_kinds")
-@pytest.mark.parametrize("has_default", [True, False], ids=["default", "none"])
+@pytest.mark.parametrize(("program", "has_default"), [(scale, True), (scale, False), (scale_dtensors, True)])
 @pytest.mark.parametrize("kind", ["a backend", "by hand"])
 @pytest.mark.world_sizes(fewest=2)
 def test_scaler_works_with_other_kinds_of_group(
-    twins: Twins, kind: str, has_default: bool, tmp_path: Path
+    cpu_twins: Twins, program: Any, kind: str, has_default: bool, tmp_path: Path
 ) -> None:
-    assert_trains_in_group(twins, scale, tmp_path, kind=kind, has_default=has_default)
+    assert_trains_in_group(cpu_twins, program, tmp_path, kind=kind, has_default=has_default)

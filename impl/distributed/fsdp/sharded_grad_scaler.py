@@ -248,9 +248,11 @@ class ShardedGradScaler(GradScaler):
         return self._checked_result(check_result)
 
     def _combines_ranks_of(self, mesh: DeviceMesh) -> bool:
-        group = dist.group.WORLD if self._group is None else self._group
-        assert group is not None
-        return {*mesh.mesh.flatten().tolist()} <= {*dist.get_process_group_ranks(group)}
+        try:
+            ranks = dist.get_process_group_ranks(self._group)
+        except KeyError:
+            return False  # a group that torch does not know
+        return {*mesh.mesh.flatten().tolist()} <= {*ranks}
 
     def _checked_result(self, check_result: Tensor) -> dict[torch.device, Tensor]:
         """Return the check result. Raise if a rank reports that its check failed."""
@@ -295,16 +297,14 @@ class ShardedGradScaler(GradScaler):
             return
         self._check_group()
         stages = {stage_of(self._per_optimizer_states, optimizer) for optimizer in optimizers}
-        reports: list[Callable[[], None]] = []
         is_fused = takes_norm and (len(optimizers) != 1 or has_fused_update(optimizers[0]))
         if OptState.READY in stages and not is_fused:
-            reports.append(self._report_in_check)
-        if stages - {OptState.STEPPED} and (
-            is_fused or (takes_norm and shardings_of(params_of(*optimizers)))
-        ):
-            reports.append(functools.partial(self._report_in_norm, optimizers, keeps_norms))
-        self._reports = reports
+            self._reports = [self._report_in_check]
         try:
+            are_combined = is_fused or (takes_norm and shardings_of(params_of(*optimizers)))
+            if are_combined and stages - {OptState.STEPPED}:
+                report_in_norm = functools.partial(self._report_in_norm, optimizers, keeps_norms)
+                self._reports = [*self._reports, report_in_norm]
             yield
         except Exception:
             for report in self._reports:
