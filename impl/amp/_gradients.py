@@ -109,8 +109,17 @@ def combine_over_meshes(
         so that their flags reach the ranks of wider ones.
     """
     params = params_of(optimizer)
-    if PLAIN_TYPES.issuperset(map(type, params)):
-        return
+    if not PLAIN_TYPES.issuperset(map(type, params)):
+        _combine_over_meshes(params, found_inf_per_device, is_combined_later)
+
+
+# Dynamo cannot trace queries of process groups.
+@kernels.dynamo_disable
+def _combine_over_meshes(
+    params: Sequence[Tensor],
+    found_inf_per_device: dict[torch.device, Tensor],
+    is_combined_later: Callable[[DeviceMesh], bool],
+) -> None:
     grads = [grad for param in params if (grad := param.grad) is not None]
     specs = mesh_placements(grads)
     dims: dict[DeviceMesh, set[int]] = {}

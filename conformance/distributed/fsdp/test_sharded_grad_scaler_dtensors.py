@@ -25,13 +25,14 @@ SKIPPED, TAKEN = (4.0, [1.0, 1.0]), (8.0, [0.0, 1.0])  # scale, elements of both
 
 
 def step_with_inf_on_last_rank(
-    scene: Scene, *, scaler: str, first: str, alone: bool = False
+    scene: Scene, *, scaler: str, first: str, alone: bool = False, is_compiled: bool = False
 ) -> tuple[float, list[float]]:
     """Step a replicated and a sharded parameter, whose shard on the last rank has an inf gradient.
 
     Args:
         first: "sharded" or "replicated" is the optimizer's first parameter.
         alone: each rank's process group has no other rank.
+        is_compiled: `unscale_` is compiled.
     Returns:
         The scale after `update`, and the first local element of the replicated and of the sharded parameter.
     """
@@ -53,7 +54,11 @@ def step_with_inf_on_last_rank(
     groups = [dist.new_group([rank]) for rank in range(ranks)] if alone else []
     options = {"process_group": groups[scene.rank.rank]} if alone else {}
     its_scaler = scaler_with_scale(scene, scaler, **INIT_SCALE_8, **options)
-    its_scaler.unscale_(optimizer)
+    if is_compiled:
+        torch._dynamo.reset()
+        torch.compile(its_scaler.unscale_, backend="eager")(optimizer)
+    else:
+        its_scaler.unscale_(optimizer)
     its_scaler.step(optimizer)
     its_scaler.update()
     elements = [parameter.detach().to_local()[0].item() for parameter in (replicated, sharded)]
@@ -65,6 +70,14 @@ def step_with_inf_on_last_rank(
 @pytest.mark.world_sizes(fewest=2)
 def test_inf_in_one_shard_skips_step_on_all_ranks(cpu_twins: Twins, scaler: str, alone: bool) -> None:
     how = {"scaler": scaler, "first": "sharded", "alone": alone}
+    for outcomes in cpu_twins.of_both(step_with_inf_on_last_rank, **how):
+        assert values_of(outcomes) == [SKIPPED] * cpu_twins.world_size
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.step.one_decision_of_a_mesh")
+@pytest.mark.world_sizes(fewest=2)
+def test_inf_in_one_shard_skips_step_after_compiled_unscaling(cpu_twins: Twins) -> None:
+    how = {"scaler": "amp.GradScaler", "first": "sharded", "is_compiled": True}
     for outcomes in cpu_twins.of_both(step_with_inf_on_last_rank, **how):
         assert values_of(outcomes) == [SKIPPED] * cpu_twins.world_size
 
