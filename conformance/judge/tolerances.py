@@ -134,12 +134,15 @@ def norm_of(
 ) -> Tolerance:
     """Return the bound for a joint norm of `elements` numbers in `tensors` tensors, and for tensors scaled by it.
 
-    A pairwise sum of n terms has an error of at most log2(n) + 1 roundings. Powers and the root of order p each add
-    about max(p, 1/p). The errors of both sides may have opposite signs. Each tensor's norm, the joint norm, the
-    quotient and the product add one rounding.
+    A pairwise sum of n terms has an error of at most log2(n) + 1 roundings. On the CPU, torch adds the powers of other
+    orders than 2 in sequence, whose error grows like the square root of n. Powers and the root of order p each add about
+    max(p, 1/p). The errors of both sides may have opposite signs. Each tensor's norm, the joint norm, the quotient and
+    the product add one rounding.
     """
-    order_cost = 1.0 if order in (0.0, math.inf, -math.inf) else max(abs(order), 1 / abs(order))
-    sums = math.ceil(math.log2(elements + 1)) + math.ceil(math.log2(tensors + 1))
+    is_short = order in (0.0, 2.0, math.inf, -math.inf)
+    order_cost = max(abs(order), 1 / abs(order)) if order and math.isfinite(order) else 1.0
+    own_sum = math.log2(elements + 1) if is_short else math.sqrt(elements)
+    sums = math.ceil(own_sum) + math.ceil(math.log2(tensors + 1))
     reason = f"sums, powers and roots of order {order:g} on both sides, then quotient and product"
     return Tolerance(6 + order_cost * (2 + sums), reason, coarsest)
 
