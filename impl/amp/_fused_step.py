@@ -215,8 +215,10 @@ def check_peers(step: Step, error: NoFusedUpdate) -> None:
 
 
 def _check_has_gradients(step: Step) -> None:
-    """Raise AssertionError if there are no gradients on any rank. Peers may have some if this rank has none."""
-    if step.scale is not None and not step.has_peers and all(param.grad is None for param in step.params):
+    """Raise AssertionError if there are no gradients. Peers may have some, and `microbatch` may have left them out."""
+    if step.scale is None or step.has_peers or any(param.grad is not None for param in step.params):
+        return
+    if not step.scaler._found_inf_of_sum(step.optimizer, {}):
         check_step(step.optimizer)
         raise AssertionError("No inf checks were recorded for this optimizer.")
 
