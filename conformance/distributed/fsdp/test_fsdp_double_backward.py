@@ -134,6 +134,41 @@ def test_input_may_be_used_elsewhere_on_one_rank(cpu_twins: Twins) -> None:
     cpu_twins.agree_with_unsharded(input_used_elsewhere)
 
 
+class Forces(nn.Module):
+    """A model whose forward returns the negative gradient of an energy, scaled by a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        energy = self.last(torch.tanh(self.first(x))).sum()
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        return -gradient * self.scale
+
+
+def forces_differentiated(scene: Scene, *, strategy: str, use_orig_params: bool) -> dict[str, torch.Tensor]:
+    """Differentiate the mean square of forces twice. Return the full gradients."""
+    model, arguments = filled(Forces()), {"strategy": strategy, "use_orig_params": use_orig_params}
+    model.first, model.last = (scene.wrap(part, **arguments) for part in (model.first, model.last))
+    model = scene.wrap(model, **arguments)
+    values = torch.linspace(0, 1, 6).view(2, 3)
+    for _ in range(2):
+        scene.mean(lambda rank: model(values - rank * 0.25).square().mean()).backward()
+    return scene.whole_gradients(model)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.gradients_in_forward")
+@both_kinds
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_forward_may_compute_gradients_of_inner_units(
+    cpu_twins: Twins, strategy: str, use_orig_params: bool
+) -> None:
+    cpu_twins.agree_with_unsharded(forces_differentiated, strategy=strategy, use_orig_params=use_orig_params)
+
+
 def gradients_with_a_graph(scene: Scene, *, use_orig_params: bool) -> None:
     """Run a backward with `create_graph=True`, which asks for differentiable gradients of the parameters."""
     model = _wrapped(scene, use_orig_params=use_orig_params)

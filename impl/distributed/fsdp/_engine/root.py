@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from impl.distributed.fsdp._engine.memory import Memory
 from impl.distributed.fsdp._engine.missed_backwards import check_gradients, note_backward, note_forward
 from impl.distributed.fsdp._engine.order import Order
+from impl.distributed.fsdp._engine.phase import FORWARDS
 from impl.distributed.fsdp._engine.streams import (
     DeviceEvent,
     StreamRole,
@@ -181,6 +182,9 @@ class Root:
         """
         settings = self.settings
         for unit in self.units:
+            # A backward inside a forward leaves the unit alone, whose parameters the forward still reads.
+            if unit.phase in FORWARDS:
+                continue
             if settings.is_finalized_by_user:
                 unit.leave_backward_open()
             else:
@@ -236,8 +240,10 @@ class Root:
         for unit in self.units:
             record_unsynchronized(unit.param_groups, unit.name, is_open=bool(self.awaits_user))
         self.memory.free_resharded()
-        self.order.next_iteration()
         self._ending = None
+        if self.is_in_forward():
+            return  # the iteration goes on
+        self.order.next_iteration()
         note_backward(self)
         self._end_step()
 
