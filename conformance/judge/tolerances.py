@@ -135,9 +135,9 @@ def norm_of(
     """Return the bound for a joint norm of `elements` numbers in `tensors` tensors, and for tensors scaled by it.
 
     A pairwise sum of n terms has an error of at most log2(n) + 1 roundings. On the CPU, torch adds the powers of other
-    orders than 2 in sequence, whose error grows like the square root of n. Powers and the root of order p each add about
-    max(p, 1/p). The errors of both sides may have opposite signs. Each tensor's norm, the joint norm, the quotient and
-    the product add one rounding.
+    orders than 2 in sequence, whose error grows like the square root of n. Powers and the root of order p each add
+    about max(p, 1/p). The errors of both sides may have opposite signs. Each tensor's norm, the joint norm, the
+    quotient and the product add one rounding.
     """
     is_short = order in (0.0, 2.0, math.inf, -math.inf)
     order_cost = max(abs(order), 1 / abs(order)) if order and math.isfinite(order) else 1.0
