@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -127,7 +129,7 @@ class _Training:
             self.units = [*reversed(units_of(self.model, "leaves"))]
             sharded(scene.rank, scene.library, self.model, Sharding())
         self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, MOMENTUM)
-        self.fails_in_loss = False
+        self.before_backward: Callable[[], Any] = lambda: None
         self.inner = self.units[1].inner
 
     def communicate(self, fails: str) -> None:
@@ -152,8 +154,7 @@ class _Training:
         batch = self.scene.tree.batch(number, self.scene.rank.rank).on(self.scene.rank.device)
         with accumulating(self.model, order):
             loss = loss_of(call(self.model, self.scene.tree, batch))
-            if self.fails_in_loss:
-                raise UserError
+            self.before_backward()
             loss.backward()
         return loss.detach()
 
@@ -176,13 +177,16 @@ class _Training:
         return full_parameters(self.model)
 
 
+def _failing_loss(training: _Training) -> Any:
+    return mock.patch.object(training, "before_backward", _fail)
+
+
 @contextlib.contextmanager
-def _failing_loss(training: _Training) -> Generator[None]:
-    training.fails_in_loss = True
-    try:
+def _failing_after_move(training: _Training) -> Generator[None]:
+    """Call the model's `to`, which moves nothing, between the forward and the backward that fails."""
+    move = functools.partial(training.model.to, training.scene.rank.device)
+    with mock.patch.object(training, "before_backward", move), _FAULTS["first unit"](training):
         yield
-    finally:
-        training.fails_in_loss = False
 
 
 def _failing_backward_hook(module: nn.Module) -> Any:
@@ -243,6 +247,7 @@ _FAULTS: dict[str, Callable[[_Training], contextlib.AbstractContextManager[Any]]
     "first unit": lambda training: training.units[0].register_forward_pre_hook(
         lambda _, args: (_FailsInBackward.apply(args[0]),)
     ),
+    "moved": _failing_after_move,
     # Fail when backward recomputes a unit whose activations are checkpointed.
     "recomputed": _failing_recomputation,
 }
@@ -292,6 +297,13 @@ def test_training_continues_after_failed_backward(
     twins: Twins, api: Api, fails: str, checkpointing: str
 ) -> None:
     _judge(twins, api, fails=fails, checkpointing=checkpointing)
+
+
+@clause("distributed.fsdp.failures.in_a_backward")
+@pytest.mark.deviation("fsdp.behind_a_failed_backward")
+@pytest.mark.parametrize("api", ["flat", "originals"])
+def test_training_continues_after_failed_backward_of_moved_model(twins: Twins, api: str) -> None:
+    _judge(twins, _APIS[api], fails="moved")
 
 
 @clause("distributed.fsdp.failures.in_a_backward")

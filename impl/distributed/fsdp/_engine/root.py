@@ -93,6 +93,9 @@ class Root:
         self._offloads = any(group.offloads for group in groups)
         self._pins = any(group.pins for group in groups)
         for unit in units:
+            earlier = getattr(unit, "root", None)
+            if earlier is not None:
+                earlier.handle_failed_backward()
             unit.root = self
 
     @property
