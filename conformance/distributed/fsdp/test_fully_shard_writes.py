@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fully_shard_training import held
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_value, held
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes, each, raises
@@ -82,6 +82,34 @@ def test_cast_between_forward_and_backward_is_an_error(
     plain_twins: PlainTwins, stays_unsharded: bool
 ) -> None:
     plain_twins.check_both(raises(RuntimeError), cast_between, stays_unsharded=stays_unsharded)
+
+
+def cast_while_accumulating(scene: Scene, before: torch.dtype, after: torch.dtype) -> list[torch.Tensor]:
+    """Cast the model between two backwards, of which only the second one synchronises.
+
+    Return the full gradients in float32, in which half of each is computed.
+    """
+    model = blocks().to(before)
+    scene.shard_children(model)
+    for number, dtype in enumerate((before, after)):
+        model.to(dtype)
+        model.set_requires_gradient_sync(number > 0)
+        batch = torch.linspace(-1, 1, 24, dtype=dtype, device=scene.rank.device).view(4, 6)
+        scene.mean(lambda rank, batch=batch: model(batch * (1 + rank)).square().sum()).backward()
+    return [full_value(parameter.grad).float().cpu() for parameter in model.parameters()]
+
+
+@clause("distributed.fsdp.fully_shard.cast_while_accumulating")
+@pytest.mark.deviation("fully_shard.cast_while_accumulating")
+@pytest.mark.parametrize(
+    ("before", "after"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
+def test_cast_keeps_unreduced_gradients(
+    plain_twins: PlainTwins, before: torch.dtype, after: torch.dtype
+) -> None:
+    plain_twins.deviate_to_unsharded(
+        cast_while_accumulating, torch_does=raises(RuntimeError), before=before, after=after
+    )
 
 
 def plain_in_its_place(scene: Scene, trained: bool) -> Any:

@@ -111,12 +111,20 @@ class DTensorGradients:
     def begin_backward(self) -> None:
         """Set gradients that earlier backwards left unreduced aside, so that new gradients belong to this backward."""
         self._check_complete()
+        self.set_unreduced_aside()
         unsharded = self._group.unsharded_params
-        if unsharded is not None and any(view.grad is not None for view in unsharded.views):
-            self._add_to_unreduced(unsharded.take_gradients())
         if unsharded is not None:
             unsharded.allow_wider_gradients()
             self.journal.record(unsharded.restore_grad_dtypes)
+
+    def set_unreduced_aside(self) -> None:
+        """Take unreduced gradients of earlier backwards from the unsharded parameters."""
+        unsharded = self._group.unsharded_params
+        if unsharded is None or all(view.grad is None for view in unsharded.views):
+            return
+        grads = unsharded.take_gradients()
+        # No cast, because a gather of cast parameters calls this on GATHER. Autograd has cast the gradients already.
+        self._unreduced = self._added_to_unreduced(grads) if self._unreduced else grads
 
     def forget(self) -> None:
         """Drop all gradients that are not in `.grad`, for example after an exception."""
@@ -205,9 +213,7 @@ class DTensorGradients:
 
     def _take(self) -> HeldGradients:
         """Return all gradients by the index of their parameter and whether they are reduced, and leave none."""
-        unsharded = self._group.unsharded_params
-        if unsharded is not None and any(view.grad is not None for view in unsharded.views):
-            self._add_to_unreduced(unsharded.take_gradients())
+        self.set_unreduced_aside()
         unreduced, self._unreduced = self._unreduced, []
         held: HeldGradients = {}
         for index, grad in enumerate(unreduced):

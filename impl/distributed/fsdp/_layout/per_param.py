@@ -320,9 +320,10 @@ class DTensorGroup:
             dtypes = [param_dtype if own.is_floating_point else own for own in dtypes]
         unsharded = self.unsharded_params
         if unsharded is None or unsharded.dtypes != dtypes:
-            if unsharded is not None:
-                unsharded.is_invalidated = True
             with torch.inference_mode(False), torch.no_grad():
+                if unsharded is not None:
+                    unsharded.is_invalidated = True
+                    self.gradients.set_unreduced_aside()
                 extensions = [
                     GatherExtension(param, self.device, self.options.policy) if extends else None
                     for param, extends in zip(self.params, self._extends, strict=True)
