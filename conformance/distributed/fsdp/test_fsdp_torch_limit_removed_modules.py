@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from conformance.distributed.fsdp.scenes import prompted_model
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, mesh_of
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.prompted_model import Prompted, Regions
 from conformance.distributed.fsdp.scenes.rank_judging import trains_like_unsharded
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.traffic import counts
@@ -269,6 +271,31 @@ def test_reentrant_regions_follow_each_other_in_a_unit(
         lambda library: cpu_twins.trained(library, training),
         torch_does=raises(RuntimeError),
         we_do=lambda outcomes: trains_like_unsharded(outcomes, training),
+        may_agree=cpu_twins.is_alone,
+    )
+
+
+def gradients_of_regions(scene: Scene, is_mixed: bool, **wrapping: Any) -> dict[str, torch.Tensor]:
+    model = scene.wrap(filled(Prompted(is_mixed).double()), units=[Regions], **wrapping)
+    for _ in range(2):
+        prompted_model.backward(scene, model)
+    return scene.whole_gradients(model)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.reentrant_regions")
+@pytest.mark.deviation("fsdp.reentrance_anywhere")
+@both_kinds
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_reentrant_regions_train_unit_with_parameter_as_input(
+    cpu_twins: Twins, is_mixed: bool, strategy: str, use_orig_params: bool
+) -> None:
+    cpu_twins.deviate_to_unsharded(
+        gradients_of_regions,
+        is_mixed=is_mixed,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        torch_does=raises(RuntimeError),
         may_agree=cpu_twins.is_alone,
     )
 

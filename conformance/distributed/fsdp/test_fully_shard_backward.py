@@ -11,9 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fully_shard_training import described, held, layout_of, registered
+from conformance.distributed.fsdp.scenes import prompted_model
+from conformance.distributed.fsdp.scenes.fully_shard_training import (
+    described,
+    full_gradients,
+    held,
+    layout_of,
+    registered,
+)
+from conformance.distributed.fsdp.scenes.prompted_model import Prompted
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, batch_of, blocks
-from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, each
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import Outcome, assert_same_outcome
@@ -71,6 +79,24 @@ def test_no_sync_adds_up_gradients_unreduced(plain_twins: PlainTwins) -> None:
         # Two units of four parameters synchronise, after two backwards that do not.
         assert [len(gradients) for gradients in by_context] == [0, 0, 8, 8]
         assert_same_outcome(Outcome(by_settings), Outcome(by_context), EXACT)
+
+
+def gradients_of_regions(scene: Scene, is_mixed: bool) -> dict[str, torch.Tensor | None]:
+    model = filled(Prompted(is_mixed).to(scene.rank.device, torch.float64))
+    scene.shard(model.regions)
+    scene.shard(model)
+    for _ in range(2):
+        prompted_model.backward(scene, model)
+    return full_gradients(model)
+
+
+@clause("distributed.fsdp.fully_shard.reentrant_regions")
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_reentrant_regions_train_unit_with_parameter_as_input(
+    plain_twins: PlainTwins, is_mixed: bool
+) -> None:
+    plain_twins.agree(gradients_of_regions, is_mixed=is_mixed)
+    plain_twins.agree_with_unsharded(gradients_of_regions, is_mixed=is_mixed)
 
 
 def stepped_in_backward(scene: Scene, syncs_first: bool) -> dict[str, Any]:

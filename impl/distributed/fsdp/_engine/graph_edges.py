@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._params.autograd import differentiable_levels, register_first_hook
+from impl.distributed.fsdp._params.autograd import differentiable_levels, next_node, register_first_hook
 from impl.distributed.fsdp._params.nested import (
     clone_aliases,
     clone_aliases_in_objects,
@@ -46,8 +47,11 @@ class InputGradients:
         """Whether gradients were expected, and all of them have arrived."""
         return bool(self._hooks) and self.are_complete
 
-    def watch(self, inputs: object, on_gradient: Callable[[], None]) -> list[Tensor]:
-        """Register `on_gradient` for the gradient of each differentiable tensor in `inputs`. Return these tensors."""
+    def watch(self, inputs: object, on_gradient: Callable[[bool], None]) -> list[Tensor]:
+        """Register `on_gradient` for the gradient of each differentiable tensor in `inputs`. Return these tensors.
+
+        `on_gradient` is called with whether the tensor is a leaf.
+        """
         if len(self._hooks) >= self._many:
             self._hooks = [hook for hook in self._hooks if hook.hooks_dict_ref() is not None]
             self._many = max(_FEW, 2 * len(self._hooks))
@@ -58,7 +62,8 @@ class InputGradients:
                 times = self._times[tensor] = [0]
                 # This must be the first hook. A hook of the unit that made the tensor gathers, and needs the memory
                 # that this one frees.
-                self._hooks.append(register_first_hook(tensor, self._count_gradient(times, on_gradient)))
+                count = self._count_gradient(times, partial(on_gradient, tensor.is_leaf))
+                self._hooks.append(register_first_hook(tensor, count))
             times[0] += 1
         self._missing += len(self._last)
         return self._last
@@ -93,8 +98,14 @@ class BackwardState:
     inputs: InputGradients = field(default_factory=InputGradients)
     is_awaited: bool = False  # a gradient of the last forward's outputs begins it
     has_begun: bool = False
+    first_node: int = 0  # first autograd node that this backward may record
     is_differentiated: bool = False  # a graph of its gradients reads the views until its end
     may_have_gradients: bool = False  # the parameters were unsharded for it
+
+    @property
+    def has_recorded_nodes(self) -> bool:
+        """Whether a graph was recorded since the unit's backward began, as by checkpointing."""
+        return next_node() != self.first_node
 
 
 def hook_gradient_in_backward(unit: weakref.ref[Any], gradient: Tensor | None) -> None:

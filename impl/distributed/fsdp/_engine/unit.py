@@ -278,6 +278,7 @@ class Unit(UnitParams[Group_co]):
         self.root.begin_backward()
         self.phase = new_phase
         self._backward.has_begun, self._backward.is_awaited = True, False
+        self._backward.first_node = next_node()
         if not self.param_groups:
             return
         if unshards:
@@ -307,13 +308,17 @@ class Unit(UnitParams[Group_co]):
         self.before_backward(gradient)
         self._backward.is_differentiated = True
 
-    def finish_if_complete(self) -> None:
+    def finish_if_complete(self, is_leaf: bool) -> None:
         """Finish the backward if no remaining graph node reads the unsharded views.
 
-        Called when an input gets its gradient.
+        Called when an input gets its gradient, with whether the input is a leaf.
         """
         state = self._backward
         if self.phase not in BACKWARDS or state.is_differentiated or self._sharers:
+            return
+        # autograd runs a leaf's hook before other nodes that are ready. If checkpointing is reentrant, a view may have
+        # only gradients of a backward inside this backward.
+        if is_leaf and state.has_recorded_nodes and not state.inputs.are_complete:
             return
         if gradients_are_complete(self.param_groups, self._in_graph, state.inputs.are_complete):
             self.finish_backward()
