@@ -34,7 +34,15 @@ from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer
 from impl.optim._list_cache import same
 from impl.optim._param_groups import params_of
 from impl.optim._param_norms import ParamNorms, UpdateMeter, UpdateNorms
-from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, local_parts, shardings_of
+from impl.optim._shards import (
+    UNSHARDED,
+    Norms,
+    Sharding,
+    local_part,
+    local_parts,
+    redistribute_like,
+    shardings_of,
+)
 from impl.optim._step_checks import check_step
 from impl.optim._updates_ahead import UpdatesAhead, check_closed
 
@@ -234,7 +242,10 @@ def _step_by_optimizer(step: Step, served: Sequence[Served]) -> FusedStepResult:
         params_and_grads = [(param, coalesced(param)) for param in step.params if param.grad is not None]
         if step.shardings:
             params = [param for param, _ in params_and_grads]
-            local_grads = TensorList([local_part(grad) for _, grad in params_and_grads])
+            # Each element counts once over the ranks of its parameter's sharding.
+            local_grads = TensorList(
+                [local_part(redistribute_like(grad, param)) for param, grad in params_and_grads]
+            )
             joint = _joint_norm_and_found_inf(step, [(params, local_grads)], are_scaled=False)
             norm, norms, _, global_found_inf, _ = joint
             if step.scale is not None:

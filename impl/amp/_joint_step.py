@@ -29,7 +29,7 @@ from impl.optim._fused_updates import (
 )
 from impl.optim._param_groups import params_of
 from impl.optim._param_norms import join_norms
-from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part
+from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, redistribute_like
 from impl.optim._step_checks import check_step
 from impl.optim._updates_ahead import check_closed
 
@@ -123,8 +123,9 @@ class _Part:
 
 
 def _values(param: Tensor) -> list[Tensor]:
-    """Return this rank's tensors with the norm of a parameter's gradient."""
-    return [local_part(value) for value in _fused_step.dense_values(coalesced(param))]
+    """Return this rank's tensors with the norm of a parameter's gradient, placed like the parameter."""
+    grad = redistribute_like(coalesced(param), param)
+    return [local_part(value) for value in _fused_step.dense_values(grad)]
 
 
 @kernels.dynamo_disable

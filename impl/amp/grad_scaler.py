@@ -295,7 +295,8 @@ class GradScaler(StepReports):
         Sync: none for the four optimizers, except in the first step of momentum with `dampening`, and none for
             optimizers that read `found_inf` themselves. For others see `docs/fused-step.md`.
         Collectives: one all-gather of a few numbers for each process group that parameters are sharded over (FSDP,
-            DTensors on any meshes). With `keep_norms`, of a number for each parameter.
+            DTensors on any meshes). With `keep_norms`, of a number for each parameter. Without a fused update,
+            gradients whose placements differ from those of their parameters are redistributed first, for the norm.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)

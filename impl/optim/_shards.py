@@ -79,6 +79,18 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(map(local_part, tensors))
 
 
+def redistribute_like(tensor: Tensor, param: Tensor) -> Tensor:
+    """Return `tensor` with the placements of `param` if both are DTensors, else `tensor` itself.
+
+    Collectives: those of `DTensor.redistribute` if the placements differ.
+    """
+    dtensor: Any = tensor
+    placements: Any = getattr(param, "placements", None)
+    if not is_distributed(tensor) or placements in (None, dtensor.placements):
+        return tensor
+    return dtensor.redistribute(placements=placements)
+
+
 def shardings_of(tensors: Sequence[Tensor], specs: MeshPlacements | None = None) -> list[Sharding]:
     """Return how each tensor is sharded, or an empty list if none is.
 

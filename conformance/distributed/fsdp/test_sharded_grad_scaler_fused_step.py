@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
@@ -268,6 +269,74 @@ def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, sca
                 assert_all_close(f"{label}parameters", *map(list, zip(*pairs, strict=True)), TRAINED)
 
     judge(twins_of(4), over_meshes, judged, scaler, kind=kind, grad_outcomes=grad_outcomes)
+
+
+# Placements of a parameter and of its gradient, for one parameter each.
+OTHER_PLACEMENTS = {
+    "replicated": [(Replicate(), Partial()), (Replicate(), Shard(0)), (Replicate(), Replicate())],
+    "sharded": [
+        (Replicate(), Partial()),
+        (Shard(0), Partial()),
+        (Shard(0), Replicate()),
+        (Shard(0), Shard(0)),
+    ],
+}
+
+
+def gradients_of_other_placements(count: int) -> list[torch.Tensor]:
+    generator = seeding.generator(0)
+    return [torch.randn(7, generator=generator) for _ in range(count)]
+
+
+def with_other_placements(scene: Scene, *, scaler: str, params: str, joint: bool, keep_norms: bool) -> Any:
+    """Step parameters of ones once. Return the norm, the `gradient_norms` if kept, and the full parameters."""
+    mesh, ranks = scene.rank.mesh(scene.rank.world_size), scene.rank.world_size
+    named: list[tuple[str, Any]] = []
+    specs = OTHER_PLACEMENTS[params]
+    for number, (value, (placement, of_grad)) in enumerate(
+        zip(gradients_of_other_placements(len(specs)), specs, strict=True)
+    ):
+        param = nn.Parameter(PlacedGradient(torch.ones(7), None, placements=(placement,)).on(mesh))
+        # The ranks have different summands.
+        share = (scene.rank.rank + 1) * 2 / (ranks * (ranks + 1)) if of_grad.is_partial() else 1.0
+        scaled = value * OPTIONS["init_scale"] * share
+        param.grad = PlacedGradient(scaled, None, placements=(of_grad,)).on(mesh)
+        named.append((str(number), param))
+    optimizers = [RMSprop(part, lr=0.125, eps=1.0) for part in ([named[:1], named[1:]] if joint else [named])]
+    its_scaler = scaler_with_scale(scene, scaler, **OPTIONS)
+    norm = its_scaler.fused_step(optimizers if joint else optimizers[0], MAX_NORM, keep_norms=keep_norms)
+    norms = (
+        [norm for own in optimizers for norm in its_scaler.gradient_norms(own).values()] if keep_norms else []
+    )
+    return float(norm), [*map(float, norms)], [full_tensor(param.detach()) for _, param in named]
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.other_placements")
+@TORCH_HAS_NO_FUSED_STEP
+@pytest.mark.parametrize("keep_norms", [False, True], ids=["", "keep_norms"])
+@pytest.mark.parametrize("joint", [False, True], ids=["one optimizer", "two optimizers"])
+@pytest.mark.parametrize("params", list(OTHER_PLACEMENTS))
+@EACH_SCALER
+@pytest.mark.world_sizes(fewest=2)
+def test_fused_step_of_other_placements_matches_unsharded(
+    twins: Twins, scaler: str, params: str, joint: bool, keep_norms: bool
+) -> None:
+    values = [nn.Parameter(torch.ones(7)) for _ in OTHER_PLACEMENTS[params]]
+    for param, grad in zip(values, gradients_of_other_placements(len(values)), strict=True):
+        param.grad = grad
+    norms = torch.stack([param.grad.norm() for param in values])
+    norm = nn.utils.clip_grad_norm_(values, MAX_NORM)
+    RMSprop(values, lr=0.125, eps=1.0).step()
+
+    def judged(results: list[Any]) -> None:
+        for rank, (own_norm, own_norms, own_params) in enumerate(results):
+            label = f"on rank {rank}: "
+            assert own_norm == pytest.approx(norm.item(), rel=1e-5), label
+            assert own_norms == pytest.approx(norms.tolist() if keep_norms else [], rel=1e-5), label
+            assert_all_close(f"{label}parameters", [*map(torch.detach, values)], own_params, TRAINED)
+
+    how = {"params": params, "joint": joint, "keep_norms": keep_norms}
+    judge(twins, with_other_placements, judged, scaler, **how)
 
 
 def one_fails(scene: Scene, *, scaler: str, failure: str, beside: str) -> tuple[Any, Any, list[float]]:
