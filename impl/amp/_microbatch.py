@@ -25,7 +25,7 @@ from impl.amp._gradients import named_params, rank_in, values_of
 from impl.amp._replicas import replicated_modules
 from impl.kernels import TensorList, to_device
 from impl.optim._held_gradients import GradientHolder, HeldGradient, HeldGradients, holders_of
-from impl.optim._shards import all_gather_numbers, local_part
+from impl.optim._shards import all_gather_numbers, local_part, redistribute_like
 
 # Gradients by their holder and its key.
 _Key = tuple[int, Hashable]
@@ -303,7 +303,7 @@ def run_microbatch(
             must_reduce = bool(reduced_again) and bool(outcome.is_bad.item())
             if not must_reduce:
                 sums = {key: grad for key, grad in earlier.items() if key not in reduced_again}
-                earlier = _add(sums, grads, outcome.is_bad)
+                earlier = _add(sums, held, outcome.is_bad)
     except BaseException:
         region.put(earlier)
         raise
@@ -384,17 +384,18 @@ def _check_apart(sums: _Grads, grads: _Grads) -> None:
             )
 
 
-def _add(sums: _Grads, grads: _Grads, found_inf: Tensor) -> _Grads:
-    """Return `sums`, changed in place where possible, with `grads` added if the 0-dim `found_inf` is 0.
+def _add(sums: _Grads, held: Mapping[_Key, HeldGradient], found_inf: Tensor) -> _Grads:
+    """Return `sums`, changed in place where possible, with the gradients added if the 0-dim `found_inf` is 0.
 
-    Sync: one for each sparse gradient on an accelerator.
+    Sync: one for each sparse gradient on an accelerator. Collectives: those of `redistribute_like` for each sum and its
+    gradient if their placements differ.
     """
     is_bad = kernels.flag_if_free_to_read(found_inf)
     if is_bad:
         return sums
     pairs: list[tuple[Tensor, Tensor]] = []
     result = dict(sums)
-    for index, grad in grads.items():
+    for index, (grad, parts) in held.items():
         if local_part(grad).layout is not torch.strided or (
             index in sums and local_part(sums[index]).layout is not torch.strided
         ):
@@ -403,8 +404,14 @@ def _add(sums: _Grads, grads: _Grads, found_inf: Tensor) -> _Grads:
         elif index not in sums and is_bad is False:
             result[index] = grad
         else:
-            result[index] = sums[index] if index in sums else torch.zeros_like(grad)
-            pairs.append((local_part(result[index]), local_part(grad)))
+            sum_ = sums[index] if index in sums else torch.zeros_like(grad)
+            added = grad
+            if getattr(sum_, "placements", None) != getattr(grad, "placements", None):
+                # Only gradients of no unit have placements of their own, and each is that of one parameter.
+                [(param, _)] = parts
+                sum_, added = redistribute_like(sum_, param), redistribute_like(grad, param)
+            result[index] = sum_
+            pairs.append((local_part(sum_), local_part(added)))
     if not pairs:
         return result
     if is_bad is False:

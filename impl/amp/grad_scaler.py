@@ -499,7 +499,8 @@ class GradScaler(StepReports):
             microbatches that ran without synchronisation, as after `no_sync`.
         Collectives: one all-gather of three numbers for each group that parameters are sharded or replicated over (FSDP
             and DTensors), or over the group of a `ShardedGradScaler`. If a bad microbatch was reduced with earlier
-            ones, they are reduced again.
+            ones, they are reduced again. If two microbatches have gradients of one DTensor with different placements,
+            both are redistributed to its placements.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)

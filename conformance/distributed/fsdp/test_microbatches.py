@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.optim import SGD
 
 from conformance.distributed.fsdp.scenes.fsdp_training import clean, gathered_parameters
-from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
+from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER, SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene, raise_in_backward, tried
 from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.sandbox import seeding
+from conformance.strategies.dtensor_gradients import PlacedGradient
 
 # For each microbatch what each rank does: nothing (None), spoil its batch or skip it.
 BAD, SKIP = "bad", "skip"
@@ -206,6 +208,41 @@ def test_unsynchronised_bad_microbatches_are_left_out(
     """A bad microbatch that synchronises does not take along the earlier ones that it is reduced with."""
     arguments = {"layout": layout, "unsynced": unsynced, "how": "step", "scaler": SCALER}
     check(twins_of(2, device).values(accumulate, plans=PLANS[plan], **arguments), PLANS[plan])
+
+
+def with_placements(scene: Scene, *, scaler: str, placements: Sequence[Placement], bad: int | None) -> Any:
+    """Return the replicated parameter after a step of microbatches whose gradients have these placements."""
+    device, rank, ranks = scene.rank.device, scene.rank.rank, range(scene.rank.world_size)
+    mesh = scene.rank.mesh(scene.rank.world_size)
+    param = nn.Parameter(PlacedGradient(torch.zeros(5), None, placements=(Replicate(),)).on(mesh))
+    optimizer = SGD([param], lr=1.0)
+    its_scaler = scene.library.find(scaler)(device.type, init_scale=SCALE)
+    for number, placement in enumerate(placements):
+        inputs = torch.cat([batch(0, number, r) for r in (ranks if placement.is_replicate() else [rank])])
+        with its_scaler.microbatch(optimizer):
+            local: Any = param.to_local(grad_placements=[placement])
+            products = inputs.to(device) * local * (math.nan if number == bad else 1.0)
+            its_scaler.scale(products.sum() / len(placements)).backward()
+            assert param.grad.placements == (placement,)
+    its_scaler.step(optimizer)
+    return param.detach().full_tensor().tolist()
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.microbatch.placements")
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+@pytest.mark.parametrize("placements", ["PRP", "RPR"])
+@EACH_SCALER
+@pytest.mark.world_sizes(fewest=2)
+def test_microbatches_of_other_placements_are_added(
+    twins: Twins, scaler: str, placements: str, bad: int | None
+) -> None:
+    good = [number for number in range(len(placements)) if number != bad]
+    grads = [batch(0, number, rank).sum(0) for number in good for rank in range(twins.world_size)]
+    expected = -torch.stack(grads).sum(0) / len(good)
+    by_letter: dict[str, Placement] = {"P": Partial(), "R": Replicate()}
+    how = {"placements": [by_letter[letter] for letter in placements], "bad": bad}
+    for actual in twins.values(with_placements, scaler=scaler, **how):
+        assert_close({"param": actual}, {"param": expected})
 
 
 def failing(scene: Scene, *, layout: str, unsynced: Sequence[int], amid: bool) -> Any:
