@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, states_of
 from conformance.distributed.fsdp.scenes.module_trees import call, loss_of, out_of_form
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
-from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, named, tried
+from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, filled, named, tried
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     STRATEGIES,
@@ -82,6 +83,32 @@ def test_summon_with_any_option_matches_torch(
 ) -> None:
     setup = leaf_by_leaf(strategy, use_orig_params)
     twins.agree(summon, setup, may_raise=True, options=options, at=at, adds=adds)
+
+
+def stepped_after_summon(scene: Scene, *, strategy: str, is_cleared: bool) -> dict[str, Any]:
+    """Step after a summon with gradients. Two ranks share the elements of one unit, and one rank has the other unit.
+
+    If `is_cleared`, the last rank has no gradients.
+    """
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    scene.model = model = scene.wrap(
+        filled(model), units=[nn.Linear], strategy=strategy, use_orig_params=True
+    )
+    model(torch.ones(3, 2, device=scene.rank.device)).sum().backward()
+    if is_cleared and scene.rank.rank == scene.rank.world_size - 1:
+        model.zero_grad()
+    with scene.fsdp.summon_full_params(model, with_grads=True):
+        inside = scene.gradients()
+    after = scene.gradients()
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    return {"inside": inside, "after": after, "stepped": scene.whole_parameters()}
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.options")
+@pytest.mark.parametrize("is_cleared", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_ranks_without_gradients_step_after_summon(twins: Twins, strategy: str, is_cleared: bool) -> None:
+    twins.agree(stepped_after_summon, strategy=strategy, is_cleared=is_cleared)
 
 
 def unsharded(scene: Scene, *, options: Mapping[str, Any]) -> dict[str, Any]:

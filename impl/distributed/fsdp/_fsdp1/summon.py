@@ -187,8 +187,12 @@ class _SummonedHandle:
         else:
             handle.restore_flat_param()
         handle.use_sharded_views()
-        if self._options.with_grads and self._grad_shard is not None:
-            self._handle.gradients.show(self._grad_shard)
+        if self._grad_shard is not None:
+            handle.gradients.show(self._grad_shard)
+        elif self._has_unsharded_grads:
+            # This rank had no gradients, while other ranks had some.
+            for parameter in handle.parameters:
+                parameter.grad = None
 
     def _set_unsharded_grads(self, grads: Tensor) -> None:
         shown = self._handle.wrap_locals(self._handle.views_of(grads))
