@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_value, held
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_gradients, full_value, held
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes, each, raises
@@ -110,6 +110,34 @@ def test_cast_keeps_unreduced_gradients(
     plain_twins.deviate_to_unsharded(
         cast_while_accumulating, torch_does=raises(RuntimeError), before=before, after=after
     )
+
+
+def moved_nowhere(scene: Scene, move: str, stays_unsharded: bool) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of two steps with a move or cast between forward and backward that changes nothing."""
+    model = blocks().to(scene.rank.device)
+    scene.shard_children(model, reshard_after_forward=not stays_unsharded)
+    for number in range(2):
+        loss = scene.mean(lambda rank, number=number: model(_batch(scene, rank + number)).square().sum())
+        if move == "unit":
+            model[1].to(scene.rank.device)
+        else:
+            model.to(scene.rank.device if move == "model" else torch.float64)
+        loss.backward()
+    return full_gradients(model)
+
+
+def _batch(scene: Scene, number: int) -> torch.Tensor:
+    return batch_of(scene, number - scene.rank.rank)
+
+
+@clause("distributed.fsdp.fully_shard.moved_nowhere")
+@pytest.mark.parametrize("move", ["model", "unit", "cast"])
+@pytest.mark.parametrize("stays_unsharded", [False, True])
+def test_move_to_same_place_keeps_gradients(
+    plain_twins: PlainTwins, move: str, stays_unsharded: bool
+) -> None:
+    plain_twins.agree(moved_nowhere, move=move, stays_unsharded=stays_unsharded)
+    plain_twins.agree_with_unsharded(moved_nowhere, move=move, stays_unsharded=stays_unsharded)
 
 
 def plain_in_its_place(scene: Scene, trained: bool) -> Any:

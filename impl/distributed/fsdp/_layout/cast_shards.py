@@ -25,6 +25,12 @@ class ShardVersions(NamedTuple):
             if shard is not old_shard or number != old_number
         ]
 
+    def updated(self, later: ShardVersions, changed: Collection[int]) -> ShardVersions:
+        """Return these versions with those of `later` instead, except for the `changed` shards."""
+        pairs = enumerate(zip(zip(*self, strict=True), zip(*later, strict=True), strict=False))
+        entries = [before if index in changed else after for index, (before, after) in pairs]
+        return ShardVersions([shard for shard, _ in entries], [number for _, number in entries])
+
     def are_those(self, before: ShardVersions) -> bool:
         """Return whether no shard was written to or replaced."""
         return self.numbers == before.numbers and all(map(operator.is_, self.shards, before.shards))

@@ -5,8 +5,9 @@ W = ranks that the group is sharded over, n = elements of a rank's shard of one 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -236,6 +237,19 @@ class UnshardedParams:
         """Return whether the parameters have the shards' current values, and no shard was replaced."""
         return versions_of(self._params).are_those(self._filled_from)
 
+    @contextlib.contextmanager
+    def following_moves(self) -> Generator[None]:
+        """Context manager for moves and casts, after which shards in the same memory count as unchanged.
+
+        Their tensors are new nevertheless.
+        """
+        before, places = versions_of(self._params), _places_of(self._params)
+        yield
+        changed = set(before.changed_since(self._filled_from))
+        pairs = zip(places, _places_of(self._params), strict=True)
+        changed.update(index for index, (old_place, place) in enumerate(pairs) if old_place != place)
+        self._filled_from = self._filled_from.updated(versions_of(self._params), changed)
+
     def has_other_shards(self) -> bool:
         """Return whether shards were replaced since the parameters were filled."""
         before = self._filled_from.shards
@@ -270,6 +284,11 @@ def versions_of(params: Sequence[ShardedParam]) -> ShardVersions:
     shards: list[Tensor] = [param._local_tensor for param in sharded]
     pairs = zip(sharded, shards, strict=True)
     return ShardVersions(shards, [(param._version, shard._version) for param, shard in pairs])
+
+
+def _places_of(params: Sequence[ShardedParam]) -> list[Hashable]:
+    """Return the memory of this rank's shards, with the version counters of their DTensors."""
+    return [(param.local.untyped_storage()._cdata, param.dtype, param.sharded._version) for param in params]
 
 
 def _set_grad_dtype(view: nn.Parameter, grad_dtype: torch.dtype | None) -> None:
