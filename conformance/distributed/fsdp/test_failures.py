@@ -91,7 +91,7 @@ def train(
     """Train a few steps, of which the second fails or is left out. Return the losses and the full parameters.
 
     Args:
-        api: `FSDP1` or `fully_shard`.
+        api: `FSDP1`, `fully_shard`, or `groups` for fully_shard with two leaves in a group.
         fails: place where the second step fails, a key of `_FAULTS`. Empty if the second step is left out.
         accumulates: type of another backward that comes first in each step: `synchronised`, `unsynchronised` or
             `throughout`.
@@ -127,7 +127,13 @@ class _Training:
         else:
             self.model = scene.plain
             self.units = [*reversed(units_of(self.model, "leaves"))]
-            sharded(scene.rank, scene.library, self.model, Sharding())
+            if api == "groups":
+                # Another unit runs between the group's modules.
+                scene.shard([self.units[0], self.units[2]])
+                for module in (self.units[1], self.units[3], self.model):
+                    scene.shard(module)
+            else:
+                sharded(scene.rank, scene.library, self.model, Sharding())
         self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, MOMENTUM)
         self.before_backward: Callable[[], Any] = lambda: None
         self.inner = self.units[1].inner
@@ -265,17 +271,41 @@ class Api:
 
 _APIS = {"flat": Api("FSDP1"), "originals": Api("FSDP1", ORIGINALS), "fully_shard": Api("fully_shard")}
 each_api = pytest.mark.parametrize("api", _APIS.values(), ids=_APIS)
+each_sharding = pytest.mark.parametrize("api", [*_APIS.values(), Api("groups")], ids=[*_APIS, "groups"])
 _FORWARDS = ["forward", "interrupted", "pre hook", "post hook", "behind body", "root post hook", "loss"]
 
 
 @clause("distributed.fsdp.failures.in_a_forward")
-@each_api
+@each_sharding
 def test_training_continues_after_failed_forward(twins: Twins, api: Api) -> None:
     expected = api.trains(twins, twins.reference)
-    for fails in [*_FORWARDS, "gather"] if api.name == "fully_shard" else _FORWARDS:
+    for fails in _FORWARDS if api.name == "FSDP1" else [*_FORWARDS, "gather"]:
         for library in (twins.reference, twins.subject):
             actual = api.trains(twins, library, fails=fails)
             assert does_as(expected, actual), f"behind {fails} got {actual}, expected {expected}"
+
+
+def step_after_failed_forward(scene: Scene, *, api: str, fails: str = "") -> dict[str, Any]:
+    """Step with the gradients of a backward, after which a forward may fail. Return what follows."""
+    training = _Training(scene, api)
+    training.backward(0)
+    if fails:
+        training.fail(fails, 1, "")
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return {"losses": [training.backward(number) for number in (2, 3)], "parameters": training.parameters()}
+
+
+@clause("distributed.fsdp.failures.in_a_forward")
+@pytest.mark.deviation("fsdp.step_after_failed_forward")
+@pytest.mark.parametrize("fails", ["interrupted", "behind body"])
+@each_sharding
+def test_step_after_failed_forward_counts(twins: Twins, api: Api, fails: str) -> None:
+    def steps(library: Library, **how: Any) -> RankOutcomes:
+        return twins.of(library, step_after_failed_forward, api.setup, tree=TREE, api=api.name, **how)
+
+    expected = steps(twins.reference)
+    twins.judge(lambda library: steps(library, fails=fails), we_do=lambda actual: does_as(expected, actual))
 
 
 @clause("distributed.fsdp.failures.in_a_backward")

@@ -272,6 +272,20 @@ def test_root_moves_inputs_after_call_of_submodule(plain_twins: PlainTwins) -> N
     )
 
 
+def unit_called_directly(scene: Scene) -> dict[str, Any]:
+    """Train the model, then a unit that does not call the head of its group, and the model again."""
+    unit = _headed(scene)
+    model = scene.shard(nn.Sequential(unit))
+    for number, called in enumerate([model, unit, model]):
+        called(batch_of(scene, number)).square().sum().backward()
+    return held(model)
+
+
+@clause("distributed.fsdp.fully_shard.units_called_directly")
+def test_unit_with_part_of_a_group_is_called_directly(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(unit_called_directly)
+
+
 def replicated(scene: Scene) -> dict[str, Any]:
     """Train with one part sharded and the model around it replicated.
 

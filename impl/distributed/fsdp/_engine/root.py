@@ -77,7 +77,7 @@ class Root:
         self.order: Order[Unit[ParamGroup]] = Order()
         self.units = list(units)
         self._outermost = outermost
-        self._forwards = 0  # number of nested running forwards
+        self._forwards: list[Unit[ParamGroup]] = []  # units in a forward, the outermost one first
         self._thread = 0  # thread of the last forward, which also calls backward
         self._ending: weakref.ref[_EndOfBackward] | None = None  # alive while a backward runs
         # Whether the user (True) or a last backward (False) ends the iteration. None if no backward is left open.
@@ -137,7 +137,7 @@ class Root:
 
     def reset(self) -> None:
         """End any forward or backward after an exception."""
-        self._forwards = 0
+        self._forwards = []
         self._ending = None
         for unit in self.units:
             unit.awaits_reduction = False
@@ -258,18 +258,18 @@ class Root:
         """Enter a forward. The outermost forward also starts an iteration."""
         if self.is_in_backward:
             return
-        self._forwards += 1
+        self._forwards.append(unit)
         self._thread = threading.get_ident()
-        if self._forwards == 1:
+        if self.is_outermost_forward(unit):
             self._begin_iteration()
         self.order.begin_forward(unit)
 
     def exit_forward(self, unit: Unit[ParamGroup]) -> None:
-        if self.is_in_backward:
+        if unit not in self._forwards:  # recomputed for backward
             return
         self.order.end_forward(unit)
-        self._leave_forward()
-        if self._forwards == 0 and not torch.is_grad_enabled():
+        self._leave_forward(unit)
+        if not self._forwards and not torch.is_grad_enabled():
             self._end_step()  # no backward will end it
 
     def reshard_after_evaluation(self) -> None:
@@ -283,21 +283,29 @@ class Root:
             for unit in self.units:
                 unit.reshard_after_evaluation()
 
-    def abandon_forward(self) -> None:
-        if not self.is_in_backward:
-            self._leave_forward()
+    def abandon_forward(self, unit: Unit[ParamGroup]) -> None:
+        """Leave a forward that raised. Forwards inside the outermost one end with it, even between two modules."""
+        if unit not in self._forwards:  # recomputed for backward
+            return
+        if self.is_outermost_forward(unit):
+            for inner in reversed(self._forwards[1:]):
+                inner.abandon_forward()
+        self._leave_forward(unit)
 
     def is_in_forward(self) -> bool:
-        return self._forwards > 0
+        return bool(self._forwards)
+
+    def is_outermost_forward(self, unit: Unit[ParamGroup]) -> bool:
+        return self._forwards[:1] == [unit]
 
     def is_idle(self) -> bool:
-        return self._forwards == 0 and not self.is_in_backward
+        return not self._forwards and not self.is_in_backward
 
-    def _leave_forward(self) -> None:
-        self._forwards -= 1
-        if self._forwards == 0:
-            for unit in self.units:
-                unit.reshard_unused()
+    def _leave_forward(self, unit: Unit[ParamGroup]) -> None:
+        self._forwards.remove(unit)
+        if not self._forwards:
+            for prefetched in self.units:
+                prefetched.reshard_unused()
             self.memory.free_resharded()
             self.wait_for_pinned_reads()
 

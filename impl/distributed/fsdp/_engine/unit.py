@@ -175,7 +175,7 @@ class Unit(UnitParams[Group_co]):
         self._depth -= self.phase in FORWARDS
         if self.phase in FORWARDS and self._depth == 0:  # otherwise an outer forward may catch the exception
             self._move(Move.END_FORWARD)
-            self.root.abandon_forward()
+            self.root.abandon_forward(self)
             self._backward.inputs.abandon()
             if not self.is_used_by_sharers():
                 self.reshard()

@@ -60,10 +60,10 @@ class ModuleState:
         self.param_owners: list[ModuleState] = []  # states of the unit's param_owners
         self.has_root = False  # True for a temporary root of this unit, too
         self.settings = StepSettings()  # the root's, from the first forward on
-        self._pending_modules: set[nn.Module] = set()  # modules left in this forward, for units of several
+        self._pending_modules: set[nn.Module] = set()  # modules left in a forward, for units of several
         # Only the root's state has one, after its first forward.
         self.own_root: Root | None = None
-        self._inner: Sequence[ModuleState] = ()  # states of the root's inner units
+        self._state_refs: Sequence[weakref.ref[ModuleState]] = ()  # the model's, from the first forward on
         # Prefix and error texts of the last load of each module with parameters of the unit.
         self._loads: dict[nn.Module, tuple[str, list[str]]] = {}
         for module in modules:
@@ -99,6 +99,11 @@ class ModuleState:
     @property
     def outermost(self) -> nn.Module:
         return self.modules[0]
+
+    @property
+    def _states(self) -> list[ModuleState]:
+        """States of the model, the root's first. A part of it that the user keeps does not keep the rest alive."""
+        return [state for ref in self._state_refs if (state := ref()) is not None]
 
     @property
     def groups(self) -> Sequence[DTensorGroup]:
@@ -219,12 +224,12 @@ class ModuleState:
             state.has_root = True
             state.settings = self.settings
             state.comm = self.comm
+            state._state_refs = [weakref.ref(state) for state in states]
         self.own_root = root = Root(self.unit, units, self.device, False, self.settings)
         if self.comm.streams is None:
             self.comm.streams = root.streams
         root.use_streams(self.comm.streams)
         root.wait_for_earlier_gathers(earlier)
-        self._inner = [state for state in states if state is not self]
 
     def _check_groups(self) -> None:
         for group in self.groups:
@@ -248,7 +253,7 @@ class ModuleState:
             return unit.before_forward(args, kwargs)
         self.find_root()
         if len(self.modules) > 1:
-            if self._pending_modules:
+            if unit.phase in FORWARDS:
                 return self._cast_inputs(args, kwargs)
             # After the root's forward a module may be called on its own, for example for a loss that is computed in
             # chunks.
@@ -261,23 +266,21 @@ class ModuleState:
     @dynamo_disable
     def after_forward(self, module: nn.Module, args: object, output: object) -> Any:
         """Reshard after the last of the unit's modules, and cast the outputs."""
-        if len(self.modules) > 1 and self.unit.phase not in BACKWARDS:
-            if module not in self._pending_modules:
+        unit = self.unit
+        if len(self.modules) > 1 and unit.phase not in BACKWARDS:
+            self._pending_modules.discard(module)
+            if self._pending_modules or unit.phase not in FORWARDS:
                 return self._cast_outputs(output)
-            self._pending_modules.remove(module)
-            if self._pending_modules:
-                return self._cast_outputs(output)
+        is_outermost = unit.root.is_outermost_forward(unit)
         output = self._end_forward(output)
-        if self.own_root is not None and self.unit.phase not in BACKWARDS:
-            for state in reversed(self._inner):
-                if state._pending_modules:  # not all modules run in this forward
-                    state._pending_modules.clear()
+        if is_outermost and unit.phase not in FORWARDS:
+            for state in reversed(self._states):
+                if state.unit.phase in FORWARDS:  # not all modules run in this forward
                     output = state._cast_outputs(state._end_forward(output))
         return self._cast_outputs(output)
 
     def abandon_forward(self) -> None:
         """Undo a forward that raised, as if it had not been called."""
-        self._pending_modules.clear()
         self.unit.abandon_forward()
 
     def _end_forward(self, output: object) -> Any:
@@ -323,8 +326,7 @@ class ModuleState:
         self.comm.reduction = None
         if self.own_root is None:
             return
-        for state in (self, *self._inner):
-            state._pending_modules.clear()
+        for state in self._states:
             state.unit.abandon_forward()
             state.unit.abandon_backward()
             state.reshard()
