@@ -342,6 +342,53 @@ def test_training_continues_after_failed_gather_in_backward(twins: Twins) -> Non
     _judge(twins, _APIS["fully_shard"], fails="gather in backward")
 
 
+def losses_after_failed_backward(
+    scene: Scene, *, api: str, fails: str = "", calls_unit: bool = False
+) -> list[torch.Tensor]:
+    """Return the losses of steps whose inputs are on the host, after a backward that may fail.
+
+    Args:
+        scene: the scene.
+        api: API or grouping, as of `train`.
+        fails: place where the backward fails, as of `train`.
+        calls_unit: whether an evaluation calls a unit directly before the steps.
+    """
+    training = _Training(scene, api)
+    if fails:
+        training.fail(fails, 0, "")
+    else:
+        training.backward(0)
+    training.optimizer.zero_grad()
+    if calls_unit:
+        with torch.no_grad():
+            training.units[2](torch.ones(2, 3, dtype=torch.float64, device=scene.rank.device), ids=None)
+    losses = []
+    for number in (1, 2):
+        loss = loss_of(call(training.model, scene.tree, scene.tree.batch(number, scene.rank.rank)))
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@clause("distributed.fsdp.failures.in_a_backward")
+@pytest.mark.deviation("fsdp.behind_a_failed_backward")
+@pytest.mark.parametrize("calls_unit", [False, True])
+@each_sharding
+def test_steps_run_after_failed_backward(twins: Twins, api: Api, calls_unit: bool) -> None:
+    def losses(library: Library, **how: Any) -> RankOutcomes:
+        return twins.of(library, losses_after_failed_backward, api.setup, tree=TREE, api=api.name, **how)
+
+    expected = losses(twins.reference)
+    twins.judge(
+        lambda library: losses(library, fails="inside unit", calls_unit=calls_unit),
+        we_do=lambda actual: does_as(expected, actual),
+        # In some cases, torch has finished all units.
+        may_agree=True,
+    )
+
+
 @clause("distributed.fsdp.failures.earlier_gradients")
 @pytest.mark.deviation("fsdp.behind_a_failed_backward")
 @pytest.mark.parametrize("accumulates", ["synchronised", "unsynchronised"])

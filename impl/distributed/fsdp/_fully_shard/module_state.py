@@ -248,6 +248,8 @@ class ModuleState:
         """Unshard once for all of the unit's modules, and cast the inputs."""
         check_waited(self.comm)
         unit = self.unit
+        if self.has_root:
+            unit.root.handle_failed_backward()
         if unit.phase in BACKWARDS:  # recomputed for backward
             args, kwargs = self._cast_inputs(args, kwargs)
             return unit.before_forward(args, kwargs)
