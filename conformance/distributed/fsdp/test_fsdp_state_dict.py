@@ -398,3 +398,34 @@ def test_unsuitable_shards_are_refused(twins_of: TwinsOf, fault: str, text: str)
     arguments = {"form": Form("SHARDED"), "fault": fault, "on": range(2)}
     for value in twins_of(2).values(state_dicts.failed, FLAT, **arguments):
         assert text in str(value["error"])
+
+
+class PartlyFrozen(nn.Module):
+    """Parameters of one module, of which the middle one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        self.weight_of_head = nn.Parameter(torch.ones(2, 3))
+
+
+def names_after(scene: Scene, *, how: str) -> list[str]:
+    """Return the names of a unit's parameters after it was cast, or after its state dict was loaded."""
+    model = scene.wrap(PartlyFrozen(), use_orig_params=True)
+    if how == "cast":
+        model.double()
+    else:
+        with scene.fsdp.state_dict_type(model, scene.api.StateDictType[how]):
+            model.load_state_dict(model.state_dict())
+    return [name for name, _ in model.named_parameters()]
+
+
+@clause("distributed.fsdp.fsdp_state_dict.order_of_parameters")
+@pytest.mark.parametrize("how", ["cast", "FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_parameters_keep_their_order(cpu_twins: Twins, how: str) -> None:
+    """An optimizer that is created afterwards has its states in this order."""
+    expected = ["weight", "bias", "frozen", "weight_of_head"]
+    for outcomes in cpu_twins.of_both(names_after, how=how):
+        for names in values_of(outcomes):
+            assert [name.rpartition(".")[2] for name in names] == expected

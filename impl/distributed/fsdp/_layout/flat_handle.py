@@ -10,6 +10,7 @@ is live, and *sharded views* otherwise: with `use_orig_params` the user's own pa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -27,6 +28,28 @@ from impl.distributed.fsdp._params.param_registration import (
     ShardedPlaceholder,
     note_replaced,
 )
+
+_Registering = Callable[..., Generator[None]]
+
+
+def _keeping_order(registering: _Registering) -> _Registering:
+    """Make a context manager of a handle leave the modules' parameters in the order in which it found them.
+
+    The parameters of an optimizer, and so its states, have this order.
+    """
+
+    @functools.wraps(registering)
+    def ordered(handle: FlatParamHandle, *args: Any) -> Generator[None]:
+        orders = [(registry, [*registry]) for registry in handle.registries()]
+        try:
+            yield from registering(handle, *args)
+        finally:
+            for registry, order in orders:
+                for name in order if [*registry] != order else ():
+                    if name in registry:
+                        registry[name] = registry.pop(name)
+
+    return ordered
 
 
 class FlatParamHandle:
@@ -342,6 +365,7 @@ class FlatParamHandle:
         self._summoned.register(parameters)
 
     @contextmanager
+    @_keeping_order
     def registering(self, parameters: Sequence[Tensor]) -> Generator[None]:
         """Context manager in which `parameters` are registered in the modules, and the flat parameter is not."""
         before = None if self._summoned is None else dict(self._summoned.registered())
@@ -362,6 +386,7 @@ class FlatParamHandle:
                 self.use_sharded_views()
 
     @contextmanager
+    @_keeping_order
     def registering_flat_param(self, parameter: Tensor) -> Generator[None]:
         """Context manager in which only `parameter` is registered, as the flat parameter."""
         if self.use_orig_params:
@@ -377,6 +402,13 @@ class FlatParamHandle:
             else:
                 self._register_flat_param()
 
+    def registries(self) -> list[dict[str, Any]]:
+        """Return the `_parameters` of each module that has the flat parameter or one of the original parameters."""
+        places = [location.module._parameters for info in self.param_infos for location in info.locations]
+        if self._flat_param_place is not None:
+            places.append(self._flat_param_place[0])
+        return [*{id(place): cast("dict[str, Any]", place) for place in places}.values()]
+
     def restore_flat_param(self) -> None:
         """Undo `register_unsharded_params`."""
         if self._summoned is not None:
@@ -385,6 +417,7 @@ class FlatParamHandle:
         self._register_flat_param()
 
     @contextmanager
+    @_keeping_order
     def changing_flat_param(self, change: Callable[[Tensor], Tensor]) -> Generator[None]:
         """Context manager in which only `flat_param` is registered, and may be moved or cast.
 
