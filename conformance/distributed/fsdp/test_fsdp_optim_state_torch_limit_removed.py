@@ -22,6 +22,7 @@ from conformance.distributed.fsdp.scenes.optimizer_states import (
     copied,
     described,
     step,
+    transposed_round_trip,
     unwrapped,
 )
 from conformance.distributed.fsdp.scenes.rank_judging import holds
@@ -273,26 +274,31 @@ def test_lists_of_numbers_are_saved_and_loaded_as_copies(cpu_twins: Twins, setup
     cpu_twins.deviate(numbers_in_a_list, setup, we_do=are_apart, may_fault=True)
 
 
-def transposed(scene: Scene) -> Any:
-    """Return whether each state of a transposed parameter is the same after it was saved and loaded."""
-    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
-    module = nn.Module()
-    module.register_parameter("weight", weight)
-    scene.model = scene.wrapped(module)
-    optimizer = Optimized("momentum").stepped(scene.model)
-    loaded = OLDER_FULL.load(scene, optimizer, OLDER_FULL.save(scene, optimizer))
-    states = optimizer.state_dict()["state"]
-    return [
-        torch.equal(states[key]["momentum_buffer"], loaded["state"][key]["momentum_buffer"]) for key in states
-    ]
-
-
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.memory_order")
 @pytest.mark.deviation("optim_state.memory_order")
 @flat_or_originals
 def test_state_of_transposed_parameter_round_trips(cpu_twins: Twins, setup: Setup) -> None:
     is_same = each(lambda are_same: are_same == [True])
-    cpu_twins.deviate(transposed, setup, we_do=is_same, may_agree=cpu_twins.is_alone)
+    cpu_twins.deviate(
+        transposed_round_trip, setup, we_do=is_same, may_agree=cpu_twins.is_alone, way=OLDER_FULL
+    )
+
+
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.memory_order")
+@pytest.mark.deviation("optim_state.memory_order")
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["unsharded", "ignored"])
+@several_ranks
+def test_replicated_state_of_transposed_parameter_loads_from_rank_0(
+    cpu_twins: Twins, is_ignored: bool
+) -> None:
+    cpu_twins.deviate(
+        transposed_round_trip,
+        leaf_by_leaf("NO_SHARD", use_orig_params=True),
+        torch_does=lambda outcomes: [all(value) for value in values_of(outcomes[:2])] == [True, False],
+        we_do=each(all),
+        way=FULL_ON_RANK_0,
+        is_ignored=is_ignored,
+    )
 
 
 def there_and_back_as_dtensors(scene: Scene) -> dict[str, Any]:

@@ -220,7 +220,9 @@ class OptimStateLoading:
                 values = tree_map_only(
                     DTensor, partial(unsharded_of, named=named, index=stepped.index), values
                 )
-            loaded = tree_map(self._fetch, self._descriptions["state"][stepped.name], values)
+            loaded = tree_map(
+                partial(self._fetch, parameter=parameter), self._descriptions["state"][stepped.name], values
+            )
         else:
             loaded = sharded[named].get(stepped.index)
         if loaded or named is None:
@@ -235,15 +237,24 @@ class OptimStateLoading:
             )
         return copy.deepcopy(own_state)
 
-    def _fetch(self, description: Any, value: Any) -> Any:
+    def _fetch(self, description: Any, value: Any, parameter: nn.Parameter | None = None) -> Any:
         """Return a copy of a value that is not sharded here. Broadcast it if only the first rank has it."""
         if isinstance(description, TensorMeta):
-            if not isinstance(value, Tensor):
-                value = torch.empty(description.shape, dtype=description.dtype, device=self._device)
-            copy = value.detach().to(self._device, copy=True)
+            # A broadcast sends elements in the order of memory, so every rank needs the same memory layout.
+            copy = torch.empty(description.shape, dtype=description.dtype, device=self._device)
+            if isinstance(value, Tensor):
+                copy.copy_(value.detach())
             dist.broadcast(copy, group=self._group, group_src=0)
-            return copy
+            return copy if parameter is None else _with_layout_of(parameter, copy)
         return own_copy(full_tensor_of(value, self._device)) if isinstance(value, Tensor) else value
+
+
+def _with_layout_of(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """Return a tensor in the memory layout in which optimizers create states of `parameter`'s shape."""
+    if tensor.shape != parameter.shape or parameter.is_contiguous():
+        return tensor
+    dims = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    return torch.empty_permuted(tensor.shape, dims, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _as_torch_says(names: Sequence[str]) -> str:
