@@ -434,6 +434,31 @@ def test_last_unsharded_parameter_may_have_no_elements(cpu_twins: Twins) -> None
     )
 
 
+def sharded_round_trip_without_elements(scene: Scene, use_orig_params: bool) -> int:
+    """Save and load a sharded state dict. Return the number of shards of the parameter without elements."""
+    whole = nn.Sequential(nn.Linear(3, 4), Nothing())
+    model = scene.wrap(filled(whole), use_orig_params=use_orig_params)
+    with scene.fsdp.state_dict_type(model, scene.api.StateDictType.SHARDED_STATE_DICT):
+        saved = model.state_dict()
+        model.load_state_dict(saved)
+    return len(saved["1.weight"].metadata().shards_metadata)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
+@pytest.mark.deviation("fsdp.without_elements")
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+def test_sharded_state_dict_of_parameter_without_elements_round_trips(
+    cpu_twins: Twins, use_orig_params: bool
+) -> None:
+    cpu_twins.deviate(
+        sharded_round_trip_without_elements,
+        torch_does=raises(ZeroDivisionError),
+        we_do=each(lambda shards: shards == cpu_twins.world_size),
+        use_orig_params=use_orig_params,
+    )
+
+
 def output_of_an_inner_module(scene: Scene, *, module: str) -> torch.Tensor:
     """Call a module inside a unit by itself."""
     inner = built(module)

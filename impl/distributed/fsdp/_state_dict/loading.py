@@ -347,7 +347,7 @@ class UnitLoading:
         actual = [
             (shard.metadata.shard_offsets[0], shard.tensor.numel())
             for shard in shards
-            if not shard.tensor.is_meta
+            if shard.tensor.numel() and not shard.tensor.is_meta
         ]
         numel = own_numel(layout, rank)
         expected = [(rank * layout.shard_numel, numel)] if numel else []

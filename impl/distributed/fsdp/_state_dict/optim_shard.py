@@ -17,7 +17,7 @@ from impl.distributed.fsdp._layout.flat_slots import Slot
 from impl.distributed.fsdp._params.tensor_parallel import root_mesh_of
 from impl.distributed.fsdp._state_dict.optim_flat import TensorMeta, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict
-from impl.distributed.fsdp._state_dict.packing import dtype_of, rows_in, shape_of, unsharded_in
+from impl.distributed.fsdp._state_dict.packing import dtype_of, is_part, rows_in, shape_of, unsharded_in
 from impl.distributed.fsdp._state_dict.redistribution import ShardChunk, chunk_of, in_flat_order
 
 
@@ -218,7 +218,7 @@ def full_tensor_of(value: Tensor, device: torch.device) -> Tensor:
     for shard in value.local_shards():
         local[: shard.tensor.shape[0]].copy_(shard.tensor)
     unsharded = local.new_empty(width * group.size(), *rest)
-    dist.all_gather([*unsharded.split(width)], local, group=group)
+    dist.all_gather([*unsharded.tensor_split(group.size())], local, group=group)
     return unsharded[:rows]
 
 
@@ -233,7 +233,7 @@ def _chunk_in(value: Tensor, slot: Slot, handle: FlatParamGroup) -> Tensor | Non
         return None
     sizes = [metadata.shard_sizes[0] for metadata in value.metadata().shards_metadata]
     chunks = [chunk_of(slot, rank, world).shape for rank in range(world)]
-    if sizes != [shape[0] for shape in chunks if shape[0]]:
+    if sizes != [shape[0] for shape in chunks if is_part(shape, slot.shape)]:
         return None
     shards = value.local_shards()
     return shards[0].tensor if shards else torch.empty(chunks[handle.rank], dtype=dtype_of(value))

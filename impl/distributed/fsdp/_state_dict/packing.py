@@ -55,12 +55,12 @@ def _sharded(
     """Return a ShardedTensor over this rank's `local` tensor.
 
     Args:
-        parts: offsets and sizes for each rank of the group. Empty parts are left out.
+        parts: offsets and sizes for each rank of the group. Those without rows are left out, unless `size` has none.
     """
     places = [
         ShardMetadata(offsets, sizes, _place_of(rank, local.device, group))
         for rank, (offsets, sizes) in enumerate(parts)
-        if sizes[0]
+        if is_part(sizes, size)
     ]
     own_shards = [
         Shard(local, ShardMetadata(*parts[group.rank()], _place_of(group.rank(), local.device, group)))
@@ -69,10 +69,15 @@ def _sharded(
         dtype=local.dtype, requires_grad=local.requires_grad, memory_format=torch.contiguous_format
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        own_shards if parts[group.rank()][1][0] else [],
+        own_shards if is_part(parts[group.rank()][1], size) else [],
         sharded_tensor_metadata=ShardedTensorMetadata(places, size, properties),
         process_group=group,
     )
+
+
+def is_part(sizes: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether a ShardedTensor of shape `whole` has a shard for a rank's rows, like torch's `chunk`."""
+    return sizes[0] > 0 or whole[0] == 0
 
 
 def _place_of(rank: int, device: torch.device, group: dist.ProcessGroup) -> str:
