@@ -410,17 +410,19 @@ def test_unit_without_elements_trains(cpu_twins: Twins, strategy: str) -> None:
     )
 
 
-def states_without_elements(scene: Scene) -> dict[str, Any]:
+def states_without_elements(scene: Scene, strategy: str) -> dict[str, Any]:
     """Return the shapes of gradients and the names of saved states. The last parameter has no elements."""
     whole = nn.Sequential(nn.Linear(3, 4), Nothing())
-    model = scene.wrap(filled(whole), strategy="NO_SHARD", use_orig_params=True)
+    model = scene.wrap(filled(whole), strategy=strategy, use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
     _backward(scene, model, 0)
     gradients = [
         parameter.grad is not None and tuple(parameter.grad.shape) for parameter in model.parameters()
     ]
     optimizer.step()
-    return {"gradients": gradients, "saved": sorted(scene.fsdp.optim_state_dict(model, optimizer)["state"])}
+    saved = scene.fsdp.optim_state_dict(model, optimizer)
+    optimizer.load_state_dict(scene.fsdp.optim_state_dict_to_load(model, optimizer, saved))
+    return {"gradients": gradients, "saved": sorted(saved["state"])}
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
@@ -429,8 +431,21 @@ def test_last_unsharded_parameter_may_have_no_elements(cpu_twins: Twins) -> None
     expected = {"gradients": [(4, 3), (4,), (0, 4)], "saved": ["0.bias", "0.weight", "1.weight"]}
     cpu_twins.deviate(
         states_without_elements,
+        strategy="NO_SHARD",
         torch_does=raises(RuntimeError, "1.weight is not in the optimizer state"),
         we_do=each(lambda value: value == expected),
+    )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
+@pytest.mark.deviation("fsdp.without_elements")
+@pytest.mark.world_sizes(fewest=2)
+def test_optim_state_beside_sharded_parameter_without_elements_is_saved(cpu_twins: Twins) -> None:
+    cpu_twins.deviate(
+        states_without_elements,
+        strategy="FULL_SHARD",
+        torch_does=raises(RuntimeError, "1.weight is not in the optimizer state"),
+        we_do=each(lambda value: {"0.bias", "0.weight"} <= {*value["saved"]}),
     )
 
 

@@ -163,7 +163,7 @@ def _merged_keys(reported: Sequence[RankStates], names: Names) -> list[_Key]:
     With `use_orig_params`, a rank with an empty piece of a parameter has no state of the parameter.
 
     Raises:
-        RuntimeError: some trained parameters of a unit have a state, and some have none.
+        RuntimeError: some trained parameters of a unit have a state, and some with elements have none.
     """
     all_keys = sorted({key for states in reported for key in states.descriptions})
     by_unit: dict[Any, list[_Key]] = {}
@@ -180,7 +180,8 @@ def _check_complete(wrapper: Wrapper, present: set[str], names: Names) -> None:
     handles = [named for named in names.handles if named.wrapper is wrapper]
     for named in handles:
         for index, name in enumerate(named.names):
-            if named.handle.wants_grad(index) and name not in present:
+            needs_state = named.handle.wants_grad(index) and named.handle.layout.slots[index].numel > 0
+            if needs_state and name not in present:
                 raise RuntimeError(
                     f"{name} is not in the optimizer state. The FSDPParamInfo has the param keys "
                     f"{sorted(name for other in handles for name in other.names)} while the optimizer has the param "
