@@ -66,6 +66,7 @@ def save(
         path: a folder that all ranks can access, or a link to one. It must be a checkpoint or not exist.
         model: a model sharded by FullyShardedDataParallel or by `fully_shard`. Tensors that are not sharded are saved
             from the first rank, also if they differ between ranks like the buffers of BatchNorm.
+            Extra states of modules may contain what `others` may contain.
         others: objects by names of your choice. Their states must be equal on all ranks, and contain only numbers,
             strings, tensors and containers of them.
         process_group: the ranks that take part, by default all.
@@ -74,7 +75,7 @@ def save(
         FileExistsError: `path` exists and is not a checkpoint.
         TypeError: a value could not be loaded again; see `others`.
         Exception: this rank's problem; on the others a RuntimeError that names it. `path` is unchanged.
-    Collectives: those of sharded state dicts; of DCP, over objects; four of objects.
+    Collectives: those of sharded state dicts; of DCP, over objects; five of objects.
     """
     path, is_first = Path(path), dist.get_rank(process_group) == 0
     with _raise_on_all_ranks("save a checkpoint", process_group):
@@ -86,6 +87,8 @@ def save(
     folder = reported.by_rank[0]
     try:
         entries = _entries(model, optimizer, process_group) | states
+        with _raise_on_all_ranks("save a checkpoint", process_group):
+            check_readable({name: value for name, value in entries.items() if _is_extra_state(name, value)})
         with _explain_dcp_errors("write a checkpoint"):
             dcp.save(
                 entries,
@@ -165,13 +168,17 @@ def load(
 
 def _entries(model: nn.Module, optimizer: Optimizer | None, group: _Group) -> _Entries:
     with _sharded_state_dicts(model):
-        entries = {f"model.{name}": value for name, value in model.state_dict().items()}
+        entries = {f"model.{name}": as_data(value) for name, value in model.state_dict().items()}
         if optimizer is not None:
             saved = _state_by_name(model, optimizer, group)
             for name, state in saved["state"].items():
                 entries |= {f"{_STATES}{name}.{key}": as_data(value) for key, value in state.items()}
             entries[_GROUPS] = as_data(saved["param_groups"])
     return entries
+
+
+def _is_extra_state(name: str, value: object) -> bool:
+    return name.startswith("model.") and not isinstance(value, Tensor)
 
 
 def _state_by_name(model: nn.Module, optimizer: Optimizer, group: _Group) -> _Entries:

@@ -206,6 +206,15 @@ class StatefulValue:
         self._state = state_dict
 
 
+class WithExtraState(nn.Module):
+    def __init__(self, extra_state: Any) -> None:
+        super().__init__()
+        self._extra_state = extra_state
+
+    def get_extra_state(self) -> Any:
+        return self._extra_state
+
+
 def refused_to_save(rank: Rank, *, path: Path, kind: str) -> str | None:
     """Return the error of saving a value on this rank that could not be loaded."""
     run = CheckpointedRun(rank)
@@ -215,6 +224,8 @@ def refused_to_save(rank: Rank, *, path: Path, kind: str) -> str | None:
         run.others["mine"] = StatefulValue(rank, values[kind])
     elif kind == "a group":
         run.optimizer.param_groups[0]["of"] = Path("somewhere")
+    elif kind == "an extra state":
+        run.model.module.add_module("extra", WithExtraState(path))
     else:
         next(iter(run.optimizer.state.values()))[0] = 1.0
     try:

@@ -150,6 +150,7 @@ UNREADABLE = {
     "an object": "others.mine cannot be loaded again: it holds pathlib.PosixPath",
     "a function": "others.mine cannot be loaded again: it holds",
     "a group": "optimizer.param_groups cannot be loaded again: it holds pathlib.PosixPath",
+    "an extra state": "model.extra._extra_state cannot be loaded again: it holds pathlib.PosixPath",
     "a number for a name": "optimizer.state has the key 0, which is no string",
 }
 
