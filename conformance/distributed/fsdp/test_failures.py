@@ -183,10 +183,6 @@ class _Training:
         return full_parameters(self.model)
 
 
-def _failing_loss(training: _Training) -> Any:
-    return mock.patch.object(training, "before_backward", _fail)
-
-
 @contextlib.contextmanager
 def _failing_after_move(training: _Training) -> Generator[None]:
     """Call the model's `to`, which moves nothing, between the forward and the backward that fails."""
@@ -240,7 +236,7 @@ _FAULTS: dict[str, Callable[[_Training], contextlib.AbstractContextManager[Any]]
     # Fail after all inner units have run.
     "behind body": lambda training: training.model.body.register_forward_hook(_fail),
     "root post hook": lambda training: training.model.register_forward_hook(_fail),
-    "loss": _failing_loss,
+    "loss": lambda training: mock.patch.object(training, "before_backward", _fail),
     "gather": lambda training: training.comm.failing(1),
     "gather in backward": lambda training: training.comm.failing(2),
     "reduction": lambda training: training.comm.failing(1),
@@ -263,6 +259,9 @@ _FAULTS: dict[str, Callable[[_Training], contextlib.AbstractContextManager[Any]]
 class Api:
     name: str
     setup: Setup = FLAT
+
+    def runs(self, twins: Twins, library: Library, program: Any, **how: Any) -> RankOutcomes:
+        return twins.of(library, program, self.setup, tree=TREE, api=self.name, **how)
 
     def trains(self, twins: Twins, library: Library, checkpointing: str = "none", **how: Any) -> RankOutcomes:
         tree = replace(TREE, body=replace(TREE.body, checkpointing=checkpointing))
@@ -301,11 +300,12 @@ def step_after_failed_forward(scene: Scene, *, api: str, fails: str = "") -> dic
 @pytest.mark.parametrize("fails", ["interrupted", "behind body"])
 @each_sharding
 def test_step_after_failed_forward_counts(twins: Twins, api: Api, fails: str) -> None:
-    def steps(library: Library, **how: Any) -> RankOutcomes:
-        return twins.of(library, step_after_failed_forward, api.setup, tree=TREE, api=api.name, **how)
-
-    expected = steps(twins.reference)
-    twins.judge(lambda library: steps(library, fails=fails), we_do=lambda actual: does_as(expected, actual))
+    program = step_after_failed_forward
+    expected = api.runs(twins, twins.reference, program)
+    twins.judge(
+        lambda library: api.runs(twins, library, program, fails=fails),
+        we_do=lambda actual: does_as(expected, actual),
+    )
 
 
 @clause("distributed.fsdp.failures.in_a_backward")
@@ -345,13 +345,9 @@ def test_training_continues_after_failed_gather_in_backward(twins: Twins) -> Non
 def losses_after_failed_backward(
     scene: Scene, *, api: str, fails: str = "", calls_unit: bool = False
 ) -> list[torch.Tensor]:
-    """Return the losses of steps whose inputs are on the host, after a backward that may fail.
+    """Return the losses of steps whose inputs are on the host, after a backward that may fail, as in `train`.
 
-    Args:
-        scene: the scene.
-        api: API or grouping, as of `train`.
-        fails: place where the backward fails, as of `train`.
-        calls_unit: whether an evaluation calls a unit directly before the steps.
+    With `calls_unit`, an evaluation calls a unit directly before the steps.
     """
     training = _Training(scene, api)
     if fails:
@@ -377,12 +373,10 @@ def losses_after_failed_backward(
 @pytest.mark.parametrize("calls_unit", [False, True])
 @each_sharding
 def test_steps_run_after_failed_backward(twins: Twins, api: Api, calls_unit: bool) -> None:
-    def losses(library: Library, **how: Any) -> RankOutcomes:
-        return twins.of(library, losses_after_failed_backward, api.setup, tree=TREE, api=api.name, **how)
-
-    expected = losses(twins.reference)
+    program, how = losses_after_failed_backward, {"fails": "inside unit", "calls_unit": calls_unit}
+    expected = api.runs(twins, twins.reference, program)
     twins.judge(
-        lambda library: losses(library, fails="inside unit", calls_unit=calls_unit),
+        lambda library: api.runs(twins, library, program, **how),
         we_do=lambda actual: does_as(expected, actual),
         # In some cases, torch has finished all units.
         may_agree=True,
