@@ -49,12 +49,17 @@ def _clip(subject: str, parameters: list[Any]) -> Callable[[], Any]:
     return functools.partial(member(subject, "nn.utils.clip_grad_norm_"), parameters, -1.0)
 
 
+def _scaler(subject: str) -> Any:
+    scaler = member(subject, "amp.GradScaler")("cpu", init_scale=1.0, growth_interval=2**30)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
 def _adamw(subject: str, parameters: list[Any]) -> Callable[[], Any]:
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
     if subject == "torch":
         return optimizer.step
-    scaler = member(subject, "amp.GradScaler")("cpu", init_scale=1.0, growth_interval=2**30)
-    scaler.scale(torch.ones(()))
+    scaler = _scaler(subject)
     if not hasattr(scaler, "fused_step"):
         raise NotImplementedError(f"{subject} has no fused_step")
     return functools.partial(scaler.fused_step, optimizer)
@@ -62,8 +67,7 @@ def _adamw(subject: str, parameters: list[Any]) -> Callable[[], Any]:
 
 def _unscale(subject: str, parameters: list[Any]) -> Callable[[], Any]:
     optimizer = torch.optim.SGD(parameters)
-    scaler = member(subject, "amp.GradScaler")("cpu", init_scale=1.0, growth_interval=2**30)
-    scaler.scale(torch.ones(()))
+    scaler = _scaler(subject)
 
     def call() -> None:
         scaler.unscale_(optimizer)
