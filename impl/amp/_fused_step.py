@@ -224,9 +224,13 @@ def check_peers(step: Step, error: NoFusedUpdate) -> None:
 
 def _check_has_gradients(step: Step) -> None:
     """Raise AssertionError if there are no gradients. Peers may have some, and `microbatch` may have left them out."""
-    if step.scale is None or step.has_peers or any(param.grad is not None for param in step.params):
-        return
-    if not step.scaler._found_inf_of_sum(step.optimizer, {}):
+    if not step.has_peers and all(param.grad is None for param in step.params):
+        _check_recorded(step, step.scaler._found_inf_of_sum(step.optimizer, {}))
+
+
+def _check_recorded(step: Step, found_inf: Found) -> None:
+    """Raise AssertionError if the gradients are scaled and no rank has checked any."""
+    if step.scale is not None and not found_inf:
         check_step(step.optimizer)
         raise AssertionError("No inf checks were recorded for this optimizer.")
 
@@ -352,9 +356,7 @@ def _joint_norm_and_found_inf(
         norms, norm = [*norm.unbind()], step.norms.joint(norm).to(dtype)
     if norms is not None and numbers is None and are_scaled:
         norms = _unscaled(step, norms)
-    if step.scale is not None and not global_found_inf:
-        check_step(step.optimizer)
-        raise AssertionError("No inf checks were recorded for this optimizer.")
+    _check_recorded(step, global_found_inf)
     if numbers is not None and (norm is not numbers.scaled_norm or global_found_inf is not local_found_inf):
         numbers = None
     return _JointResult(norm, norms, local_found_inf, global_found_inf, numbers)

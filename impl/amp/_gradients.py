@@ -124,11 +124,12 @@ def _combine_over_meshes(
     specs = mesh_placements(grads)
     dims: dict[DeviceMesh, set[int]] = {}
     for mesh, placements in specs.representatives():
-        if mesh is None or mesh.get_coordinate() is None or is_combined_later(mesh):
-            continue
-        sharded = {dim for dim, placement in enumerate(placements) if not placement.is_replicate()}
-        dims.setdefault(mesh, set()).update(sharded)
+        if mesh is not None:
+            sharded = {dim for dim, placement in enumerate(placements) if not placement.is_replicate()}
+            dims.setdefault(mesh, set()).update(sharded)
     for mesh in sorted(dims, key=DeviceMesh.size):
+        if mesh.get_coordinate() is None or is_combined_later(mesh):
+            continue
         on_mesh = (grad for grad, own_mesh in zip(grads, specs.meshes, strict=True) if own_mesh == mesh)
         for device in {grad.device: None for grad in on_mesh}:  # the same order on all ranks
             for dim in sorted(dims[mesh]):

@@ -405,13 +405,13 @@ def _add(sums: _Grads, held: Mapping[_Key, HeldGradient], found_inf: Tensor) -> 
             result[index] = grad
         else:
             sum_ = sums[index] if index in sums else torch.zeros_like(grad)
-            added = grad
+            addend = grad
             if getattr(sum_, "placements", None) != getattr(grad, "placements", None):
                 # Only gradients of no unit have placements of their own, and each is that of one parameter.
                 [(param, _)] = parts
-                sum_, added = redistribute_like(sum_, param), redistribute_like(grad, param)
+                sum_, addend = redistribute_like(sum_, param), redistribute_like(grad, param)
             result[index] = sum_
-            pairs.append((local_part(sum_), local_part(added)))
+            pairs.append((local_part(sum_), local_part(addend)))
     if not pairs:
         return result
     if is_bad is False:
