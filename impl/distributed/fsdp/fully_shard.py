@@ -549,7 +549,8 @@ class FSDPModule(_BaseForTypeCheckers):
             for param in (param for group in groups for param in group.params):
                 stack.enter_context(param.keeping_grad_dtype())
             for group in groups:
-                stack.enter_context(group.following_moves())
+                if group.unsharded_params is not None:
+                    stack.enter_context(group.unsharded_params.following_moves())
             result = super()._apply(*args, **kwargs)
             for group in groups:
                 group.write_back_changes()

@@ -10,7 +10,6 @@ is live, and *sharded views* otherwise: with `use_orig_params` the user's own pa
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -26,30 +25,9 @@ from impl.distributed.fsdp._params.param_registration import (
     ParamInfo,
     ParamRegistration,
     ShardedPlaceholder,
+    keeping_order,
     note_replaced,
 )
-
-_Registering = Callable[..., Generator[None]]
-
-
-def _keeping_order(registering: _Registering) -> _Registering:
-    """Make a context manager of a handle leave the modules' parameters in the order in which it found them.
-
-    The parameters of an optimizer, and so its states, have this order.
-    """
-
-    @functools.wraps(registering)
-    def ordered(handle: FlatParamHandle, *args: Any) -> Generator[None]:
-        orders = [(registry, [*registry]) for registry in handle.registries()]
-        try:
-            yield from registering(handle, *args)
-        finally:
-            for registry, order in orders:
-                for name in order if [*registry] != order else ():
-                    if name in registry:
-                        registry[name] = registry.pop(name)
-
-    return ordered
 
 
 class FlatParamHandle:
@@ -365,44 +343,44 @@ class FlatParamHandle:
         self._summoned.register(parameters)
 
     @contextmanager
-    @_keeping_order
     def registering(self, parameters: Sequence[Tensor]) -> Generator[None]:
         """Context manager in which `parameters` are registered in the modules, and the flat parameter is not."""
-        before = None if self._summoned is None else dict(self._summoned.registered())
-        if self.use_orig_params:
-            self._registration.register(parameters)
-        elif self._summoned is not None:
-            self._summoned.register(parameters)
-        else:
-            self._register_instead(parameters)
-        try:
-            yield
-        finally:
-            if self._summoned is not None and before is not None:
-                self._summoned.register([cast("Tensor", before[index]) for index in range(len(before))])
+        with keeping_order(self._registries()):
+            before = None if self._summoned is None else dict(self._summoned.registered())
+            if self.use_orig_params:
+                self._registration.register(parameters)
+            elif self._summoned is not None:
+                self._summoned.register(parameters)
             else:
-                if not self.use_orig_params:
-                    self.restore_flat_param()
-                self.use_sharded_views()
+                self._register_instead(parameters)
+            try:
+                yield
+            finally:
+                if self._summoned is not None and before is not None:
+                    self._summoned.register([cast("Tensor", before[index]) for index in range(len(before))])
+                else:
+                    if not self.use_orig_params:
+                        self.restore_flat_param()
+                    self.use_sharded_views()
 
     @contextmanager
-    @_keeping_order
     def registering_flat_param(self, parameter: Tensor) -> Generator[None]:
         """Context manager in which only `parameter` is registered, as the flat parameter."""
-        if self.use_orig_params:
-            self._registration.unregister()
-        if self._flat_param_place is not None:
-            self._flat_param_place[0][self._flat_param_place[1]] = cast("nn.Parameter", parameter)
-        try:
-            yield
-        finally:
+        with keeping_order(self._registries()):
             if self.use_orig_params:
-                self._unregister_flat_param()
-                self.use_sharded_views()
-            else:
-                self._register_flat_param()
+                self._registration.unregister()
+            if self._flat_param_place is not None:
+                self._flat_param_place[0][self._flat_param_place[1]] = cast("nn.Parameter", parameter)
+            try:
+                yield
+            finally:
+                if self.use_orig_params:
+                    self._unregister_flat_param()
+                    self.use_sharded_views()
+                else:
+                    self._register_flat_param()
 
-    def registries(self) -> list[dict[str, Any]]:
+    def _registries(self) -> list[dict[str, Any]]:
         """Return the `_parameters` of each module that has the flat parameter or one of the original parameters."""
         places = [location.module._parameters for info in self.param_infos for location in info.locations]
         if self._flat_param_place is not None:
@@ -417,7 +395,6 @@ class FlatParamHandle:
         self._register_flat_param()
 
     @contextmanager
-    @_keeping_order
     def changing_flat_param(self, change: Callable[[Tensor], Tensor]) -> Generator[None]:
         """Context manager in which only `flat_param` is registered, and may be moved or cast.
 
@@ -429,17 +406,18 @@ class FlatParamHandle:
                 f"{self.param_infos[0].name} stays the same object, since use_orig_params is set, and so cannot be "
                 "moved to the meta device; wrap the module without use_orig_params, or delete it"
             )
-        if self.use_orig_params:
-            self._registration.unregister()
-            self._register_flat_param()
-        try:
-            yield
-        finally:
-            if self._flat_param_place is not None:
-                self._follow_replacement(*self._flat_param_place)
+        with keeping_order(self._registries()):
             if self.use_orig_params:
-                self._unregister_flat_param()
-            self.refresh()
+                self._registration.unregister()
+                self._register_flat_param()
+            try:
+                yield
+            finally:
+                if self._flat_param_place is not None:
+                    self._follow_replacement(*self._flat_param_place)
+                if self.use_orig_params:
+                    self._unregister_flat_param()
+                self.refresh()
 
     def _follow_replacement(self, home: dict[str, Any], name: str) -> None:
         """Use the new parameter after a move from or to the meta device, which replaces the flat parameter."""

@@ -5,7 +5,6 @@ W = ranks that the group is sharded over, S = elements of one rank's shards in a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -237,10 +236,6 @@ class DTensorGroup:
     def is_up_to_date(self, dtype: torch.dtype) -> bool:
         del dtype
         return self.unsharded_params is not None and self.unsharded_params.is_filled()
-
-    def following_moves(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for moves and casts of the shards, as `UnshardedParams.following_moves`."""
-        return self.unsharded_params.following_moves() if self.unsharded_params else contextlib.nullcontext()
 
     def check_device(self, compute_device: torch.device) -> None:
         del compute_device

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, cast
 from weakref import ref
@@ -94,6 +95,21 @@ def owner_of_replaced(original: Tensor) -> tuple[str, object] | None:
     entry: tuple[str, ref[Any]] | None = _replaced.get(original)
     owner = None if entry is None else entry[1]()
     return None if entry is None or owner is None else (entry[0], owner)
+
+
+@contextmanager
+def keeping_order(registries: Iterable[dict[str, Any]]) -> Generator[None]:
+    """Context manager after which the `_parameters` of modules have the order from before.
+
+    The parameters of an optimizer, and so its states, have this order.
+    """
+    orders = [(registry, [*registry]) for registry in registries]
+    try:
+        yield
+    finally:
+        for registry, order in orders:
+            for name in filter(registry.__contains__, order):
+                registry[name] = registry.pop(name)
 
 
 class ParamRegistration:
