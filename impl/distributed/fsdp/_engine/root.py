@@ -93,9 +93,8 @@ class Root:
         self._offloads = any(group.offloads for group in groups)
         self._pins = any(group.pins for group in groups)
         for unit in units:
-            earlier = getattr(unit, "root", None)
-            if earlier is not None:
-                earlier.handle_failed_backward()
+            if unit.root_or_none is not None:
+                unit.root_or_none.handle_failed_backward()
             unit.root = self
 
     @property
@@ -185,7 +184,7 @@ class Root:
         """
         settings = self.settings
         for unit in self.units:
-            # A backward inside a forward leaves the unit alone, whose parameters the forward still reads.
+            # If the backward runs inside the unit's forward, the forward still reads the parameters.
             if unit.phase in FORWARDS:
                 continue
             if settings.is_finalized_by_user:
@@ -284,7 +283,10 @@ class Root:
                 unit.reshard_after_evaluation()
 
     def abandon_forward(self, unit: Unit[ParamGroup]) -> None:
-        """Leave a forward that raised. Forwards inside the outermost one end with it, even between two modules."""
+        """Leave a forward that raised.
+
+        The outermost forward abandons those inside it. A unit of several modules may still wait for its last module.
+        """
         if unit not in self._forwards:  # recomputed for backward
             return
         if self.is_outermost_forward(unit):
@@ -304,8 +306,8 @@ class Root:
     def _leave_forward(self, unit: Unit[ParamGroup]) -> None:
         self._forwards.remove(unit)
         if not self._forwards:
-            for prefetched in self.units:
-                prefetched.reshard_unused()
+            for model_unit in self.units:
+                model_unit.reshard_unused()
             self.memory.free_resharded()
             self.wait_for_pinned_reads()
 

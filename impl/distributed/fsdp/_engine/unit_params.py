@@ -99,7 +99,7 @@ class UnitParams(Generic[Group_co]):
         for group in self.param_groups:
             if group.reduction.partial is not None or (group.syncs and group.reduction.defers_all_reduce):
                 raise _no_partial_sums()
-        if self._root_or_none is not None and self._root_or_none.awaits_user:
+        if self.root_or_none is not None and self.root_or_none.awaits_user:
             raise NotImplementedError(
                 "microbatch() does not support set_manual_backward_finalization(True); let backward reduce the "
                 "gradients"
@@ -141,12 +141,12 @@ class UnitParams(Generic[Group_co]):
         return {(number, key): held[key] for number, held in enumerate(by_group) for key in held}
 
     @property
-    def _root_or_none(self) -> RootContext | None:
+    def root_or_none(self) -> RootContext | None:
         return getattr(self, "root", None)
 
     def _settle_gradients(self) -> None:
         """Undo a backward that raised, and make COMPUTE wait for gradients that the last one left to REDUCE."""
-        root = self._root_or_none
+        root = self.root_or_none
         if root is None:
             return
         # Later, this would undo changes of gradients that were set aside or put back since.

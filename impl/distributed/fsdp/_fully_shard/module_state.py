@@ -63,7 +63,9 @@ class ModuleState:
         self._pending_modules: set[nn.Module] = set()  # modules left in a forward, for units of several
         # Only the root's state has one, after its first forward.
         self.own_root: Root | None = None
-        self._state_refs: Sequence[weakref.ref[ModuleState]] = ()  # the model's, from the first forward on
+        self._state_refs: Sequence[
+            weakref.ref[ModuleState]
+        ] = ()  # states of the model, from the first forward on
         # Prefix and error texts of the last load of each module with parameters of the unit.
         self._loads: dict[nn.Module, tuple[str, list[str]]] = {}
         for module in modules:
@@ -218,13 +220,14 @@ class ModuleState:
         for state in states:
             state._check_groups()
         earlier = [state.unit.root.streams for state in states if state.has_root]
+        state_refs = [weakref.ref(state) for state in states]
         # No state has a root until nothing can raise any more.
         for state in states:
             state.is_root = state is self
             state.has_root = True
             state.settings = self.settings
             state.comm = self.comm
-            state._state_refs = [weakref.ref(state) for state in states]
+            state._state_refs = state_refs
         self.own_root = root = Root(self.unit, units, self.device, False, self.settings)
         if self.comm.streams is None:
             self.comm.streams = root.streams
