@@ -23,7 +23,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     STRATEGIES,
     Twins,
     both_kinds,
-    each,
     each_strategy,
     raises,
 )
@@ -125,17 +124,6 @@ class Described(nn.Module):
         return self.last(self.describing(x).square())
 
 
-class Nothing(nn.Module):
-    """Module whose parameter has no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(0, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.weight.sum()
-
-
 def _half_frozen() -> nn.Module:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     module[0].requires_grad_(False)
@@ -159,7 +147,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "object with a parameter": lambda: Describing(holds_parameter=True),
     "object inside": lambda: Described(holds_parameter=False),
     "object inside with a parameter": lambda: Described(holds_parameter=True),
-    "no elements": lambda: nn.Sequential(nn.Linear(3, 4), Nothing(), nn.Linear(4, 2)),
 }
 
 
@@ -194,7 +181,7 @@ def _accumulated(
     if replicas == "mesh":
         arguments["device_mesh"] = mesh_of(scene.rank, 1)
     else:
-        arguments["units"] = [nn.Sequential] if replicas else [Position, Nothing, Describing]
+        arguments["units"] = [nn.Sequential] if replicas else [Position, Describing]
     model = scene.wrap(built(module), strategy="HYBRID_SHARD" if replicas else strategy, **arguments)
     for number in range(2):
         _backward(scene, model, number)
@@ -396,82 +383,6 @@ def test_object_passed_between_units_adds_no_gathers(twins: Twins) -> None:
     with_record, without = issued(keeps=True), issued(keeps=False)
     assert with_record == without
     assert all((trace["gather"] > 0) is not twins.is_alone for trace in without)
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
-@pytest.mark.deviation("fsdp.without_elements")
-@each_strategy
-def test_unit_without_elements_trains(cpu_twins: Twins, strategy: str) -> None:
-    cpu_twins.deviate_to_unsharded(
-        accumulate,
-        module="no elements",
-        strategy=strategy,
-        torch_does=raises(AssertionError, "unsharded_end_idx"),
-    )
-
-
-def states_without_elements(scene: Scene, strategy: str) -> dict[str, Any]:
-    """Return the shapes of gradients and the names of saved states. The last parameter has no elements."""
-    whole = nn.Sequential(nn.Linear(3, 4), Nothing())
-    model = scene.wrap(filled(whole), strategy=strategy, use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
-    _backward(scene, model, 0)
-    gradients = [
-        parameter.grad is not None and tuple(parameter.grad.shape) for parameter in model.parameters()
-    ]
-    optimizer.step()
-    saved = scene.fsdp.optim_state_dict(model, optimizer)
-    optimizer.load_state_dict(scene.fsdp.optim_state_dict_to_load(model, optimizer, saved))
-    return {"gradients": gradients, "saved": sorted(saved["state"])}
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
-@pytest.mark.deviation("fsdp.without_elements")
-def test_last_unsharded_parameter_may_have_no_elements(cpu_twins: Twins) -> None:
-    expected = {"gradients": [(4, 3), (4,), (0, 4)], "saved": ["0.bias", "0.weight", "1.weight"]}
-    cpu_twins.deviate(
-        states_without_elements,
-        strategy="NO_SHARD",
-        torch_does=raises(RuntimeError, "1.weight is not in the optimizer state"),
-        we_do=each(lambda value: value == expected),
-    )
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
-@pytest.mark.deviation("fsdp.without_elements")
-@pytest.mark.world_sizes(fewest=2)
-def test_optim_state_beside_sharded_parameter_without_elements_is_saved(cpu_twins: Twins) -> None:
-    cpu_twins.deviate(
-        states_without_elements,
-        strategy="FULL_SHARD",
-        torch_does=raises(RuntimeError, "1.weight is not in the optimizer state"),
-        we_do=each(lambda value: {"0.bias", "0.weight"} <= {*value["saved"]}),
-    )
-
-
-def sharded_round_trip_without_elements(scene: Scene, use_orig_params: bool) -> int:
-    """Save and load a sharded state dict. Return the number of shards of the parameter without elements."""
-    whole = nn.Sequential(nn.Linear(3, 4), Nothing())
-    model = scene.wrap(filled(whole), use_orig_params=use_orig_params)
-    with scene.fsdp.state_dict_type(model, scene.api.StateDictType.SHARDED_STATE_DICT):
-        saved = model.state_dict()
-        model.load_state_dict(saved)
-    return len(saved["1.weight"].metadata().shards_metadata)
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
-@pytest.mark.deviation("fsdp.without_elements")
-@pytest.mark.world_sizes(fewest=2)
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
-def test_sharded_state_dict_of_parameter_without_elements_round_trips(
-    cpu_twins: Twins, use_orig_params: bool
-) -> None:
-    cpu_twins.deviate(
-        sharded_round_trip_without_elements,
-        torch_does=raises(ZeroDivisionError),
-        we_do=each(lambda shards: shards == cpu_twins.world_size),
-        use_orig_params=use_orig_params,
-    )
 
 
 def output_of_an_inner_module(scene: Scene, *, module: str) -> torch.Tensor:
