@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._pytree import tree_map
 
 from conformance.distributed.fsdp.scenes import fsdp_training, scene
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Training
@@ -31,7 +33,7 @@ from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, ONE_UNIT, TREE
 from conformance.judge.deviations import DeviationJudge, StaleDeviation
 from conformance.judge.files.rows import ReferenceLimit
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, observe
+from conformance.judge.outcome import Outcome, TensorState, observe
 from conformance.judge.surface import torch_version
 from conformance.judge.tolerances import ONE_STEP, TRAINED, Tolerance
 from conformance.ranks import RankFault, RankPool
@@ -306,8 +308,12 @@ def _torch_can(program: Program, setup: Setup, **arguments: Any) -> bool:
 
 
 def _bare(outcomes: Iterable[Outcome]) -> RankOutcomes:
-    """Drop the warnings, which the unsharded reference does not give."""
-    return [replace(outcome, warned=()) for outcome in outcomes]
+    """Drop the warnings and the devices. The unsharded reference does not warn, and it runs on the CPU."""
+
+    def on_cpu(value: Any) -> Any:
+        return replace(value, device=torch.device("cpu")) if isinstance(value, TensorState) else value
+
+    return [replace(outcome, warned=(), value=tree_map(on_cpu, outcome.value)) for outcome in outcomes]
 
 
 def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
