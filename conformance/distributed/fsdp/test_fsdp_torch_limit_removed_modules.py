@@ -170,14 +170,12 @@ def accumulate(scene: Scene, **arguments: Any) -> dict[str, torch.Tensor]:
 
 
 def _accumulated(
-    scene: Scene, *, module: str, replicas: str = "", on: str = "cpu", strategy: str = "FULL_SHARD"
+    scene: Scene, *, module: str, replicas: str = "", strategy: str = "FULL_SHARD", **arguments: Any
 ) -> Any:
     """Return a model after two backwards. Inner modules with unusual parameters become units.
 
-    `on` is the device that is passed, or empty. With `replicas`, each rank has a full replica, either by a `mesh` or by
-    the `default` of a hybrid strategy.
+    With `replicas`, each rank has a full replica, either by a `mesh` or by the `default` of a hybrid strategy.
     """
-    arguments: dict[str, Any] = {"device_id": torch.device(on) if on else None}
     if replicas == "mesh":
         arguments["device_mesh"] = mesh_of(scene.rank, 1)
     else:
@@ -239,7 +237,7 @@ def test_wrapping_needs_no_accelerator(twins: Twins, device: str) -> None:
     if device != "cpu" or torch.accelerator.is_available():
         unavailable("a machine without accelerator")
     refuses = raises(RuntimeError, "no accelerator device is detected")
-    twins.deviate_to_unsharded(accumulate, module="plain", on="", torch_does=refuses)
+    twins.deviate_to_unsharded(accumulate, module="plain", device_id=None, torch_does=refuses)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.reentrant_regions")
