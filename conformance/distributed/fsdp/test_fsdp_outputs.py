@@ -186,7 +186,8 @@ def trained(
     steps, gradients = [], {}
     for number in range(2):
         x = torch.linspace(-1, 1 + number, 2 * 3 * _WIDTH).view(2, 3, _WIDTH) - scene.rank.rank * 0.25
-        output = whole(x.requires_grad_())
+        x = x.to(scene.rank.device).requires_grad_()
+        output = whole(x)
         loss = (model.takes(output) if by == "outermost" else output).square().sum()
         loss.backward()
         steps.append([loss.detach(), x.grad, states_of(whole)])
