@@ -219,6 +219,9 @@ def _run_case(settings: RankSettings, channel: Channel, request: bytes) -> None:
         # The seed is the same on all ranks and before every case. Cases derive differences from the rank's number.
         seeding.begin(settings.rank)
         result = by_value.dumps(case(rank, **arguments))
+        if settings.device != "cpu":
+            # A failure of the case's queued work must not be charged to the next case.
+            torch.get_device_module(settings.device).synchronize()
         message = Done(result, is_clean=_lasting_state() == before)
     except BaseException as error:
         # Report the failure before leaving the group, which may fail too.
