@@ -223,6 +223,7 @@ from conformance.simulator.coverage import Support, support_of
 simulator.enable()
 simulator.set_schedule(1)
 x, aten = torch.ones(3, 3, device="sim"), torch.ops.aten
+selected = torch.empty(0, device="sim")
 numbers = torch.arange(3, device="sim")
 calls = {
     Support.QUEUED: [(aten.relu.default, x), (aten.index_select.default, x, 0, numbers), (aten.fill_.Scalar, x, 1)],
@@ -233,6 +234,8 @@ calls = {
         (aten.equal.default, x, x),
         (aten.masked_select.default, x, x > 0),
         (aten.multinomial.default, x[0], 2),
+        (aten._aminmax.default, x),
+        (aten.masked_select.out, x, x > 0),
     ],
     Support.NO_KERNEL: [(aten.mm.dtype, x, x, torch.float64), (aten.hspmm.default, x, x)],
 }
@@ -240,12 +243,13 @@ for support, examples in calls.items():
     for operator, *arguments in examples:
         simulator.take_host_waits()
         try:
-            operator(*arguments)
+            operator(*arguments, **({"out": selected} if operator is aten.masked_select.out else {}))
             outcome = "waits" if simulator.take_host_waits() else "is queued"
         except NotImplementedError as error:
             outcome = str(error).splitlines()[0]
         assert support_of(operator) is support, (operator, support_of(operator))
         print(support.name, outcome)
+print(selected.tolist())
 """
 
 
@@ -256,8 +260,9 @@ def test_coverage_reports_how_operators_run() -> None:
     assert ended.stdout.splitlines() == [
         *["QUEUED is queued"] * 3,
         *["COMPOSED is queued"] * 2,
-        *["AT_ONCE waits"] * 5,
+        *["AT_ONCE waits"] * 7,
         *[refused.format(name) for name in ("mm", "hspmm")],
+        str([1.0] * 9),
     ]
 
 

@@ -56,7 +56,10 @@ def support_of(operator: torch._ops.OpOverload) -> Support:
     if any(value.alias_info is not None and not value.alias_info.is_write for value in returns):
         return Support.VIEW
     is_fresh = any(value.alias_info is None for value in returns)
-    if is_fresh and (_DATA_DEPENDENT & set(operator.tags) or not computed(name, "Meta")):
+    takes_out = any(argument.kwarg_only and argument.is_write for argument in operator._schema.arguments)
+    if is_fresh and _DATA_DEPENDENT & set(operator.tags):
+        return Support.AT_ONCE
+    if (is_fresh or takes_out) and not has(name, "Meta"):
         return Support.AT_ONCE
     return Support.QUEUED
 

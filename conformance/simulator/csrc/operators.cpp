@@ -192,8 +192,8 @@ class Call {
     try {
       call_meta();
     } catch (const c10::NotImplementedError&) {
-      known_ = !fresh_;
-      if (fresh_) learn(std::nullopt);
+      known_ = !fresh_ && (by_shapes_alone() || !has_out());
+      if (!known_) learn(std::nullopt);
     } catch (const std::exception&) {
       known_ = false;  // an error is raised by the call, even if the operator only writes to its arguments
     }
@@ -211,14 +211,25 @@ class Call {
     if (generator_ >= 0) meta_[generator_] = IValue();
     auto in = meta_;
     call_below(DispatchKey::Meta, op_, &meta_, /*quiet=*/false);
-    for (size_t i = 0; i < args_.size(); i++) {  // an `out` that the operator resizes
-      if (!writes_[i] || !args_[i].isTensor() || !schema_.arguments()[i].kwarg_only()) continue;
-      auto &out = args_[i].toTensor(), &meta = in[i].toTensor();
-      if (out.sizes() == meta.sizes()) continue;
-      call_.clear();
-      out.resize_(meta.sizes());
-      if (out.strides() != meta.strides()) out.as_strided_(meta.sizes(), meta.strides());
-    }
+    for (size_t i = 0; i < args_.size(); i++)
+      if (is_out(i) && resize_as(args_[i].toTensor(), in[i].toTensor())) call_.clear();
+  }
+
+  // Return whether argument `i` is an `out`, which the operator may resize.
+  bool is_out(size_t i) const { return writes_[i] && args_[i].isTensor() && schema_.arguments()[i].kwarg_only(); }
+
+  bool has_out() const {
+    for (size_t i = 0; i < args_.size(); i++)
+      if (is_out(i)) return true;
+    return false;
+  }
+
+  // Return whether `out` had other sizes.
+  static bool resize_as(const Tensor& out, const Tensor& like) {
+    if (out.sizes() == like.sizes()) return false;
+    out.resize_(like.sizes());
+    if (out.strides() != like.strides()) out.as_strided_(like.sizes(), like.strides());
+    return true;
   }
 
   void to_cpu() {
@@ -321,6 +332,9 @@ class Call {
   // Run while the host waits, because the results depend on data or are known only to the CPU kernel.
   void run_now() {
     TORCH_CHECK(!by_shapes_alone(), "sim: what ", name(), " returns depends on data, so its shapes alone do not say it");
+    for (size_t i = 0; i < args_.size(); i++)
+      if (is_out(i)) cpu_[i] = empty_on(c10::kCPU, args_[i].toTensor());
+    auto inputs = cpu_;
     auto cpu = std::make_shared<Stack>(std::move(cpu_));
     auto error = std::make_shared<std::exception_ptr>();
     enqueue(stream_, name(), {[op = op_, cpu, error] {
@@ -332,11 +346,19 @@ class Call {
     }}, ranges_);
     synchronize_stream(stream_, name().c_str());
     if (*error) std::rethrow_exception(*error);
+    auto fill = [&](const Tensor& tensor, const Tensor& from) {
+      Task filling{[from, to = alias_of(tensor)]() mutable { Below below; to.copy_(from); }};
+      enqueue(stream_, name() + " (its result)", filling, {range_of(tensor, true)});
+    };
+    for (size_t i = 0; i < args_.size(); i++) {
+      if (!is_out(i)) continue;
+      resize_as(args_[i].toTensor(), inputs[i].toTensor());
+      fill(args_[i].toTensor(), inputs[i].toTensor());
+    }
     give_back([&](size_t i) {
       return mapped((*cpu)[i], [&](const Tensor& from) {
         auto tensor = empty_on(device_of(device_), from);
-        Task filling{[from, to = alias_of(tensor)]() mutable { Below below; to.copy_(from); }};
-        enqueue(stream_, name() + " (its result)", filling, {range_of(tensor, true)});
+        fill(tensor, from);
         return tensor;
       });
     });
