@@ -207,6 +207,38 @@ def test_functional_call_computes_with_given_tensors(
     plain_twins.deviate_to_unsharded(substituted, **arguments, may_agree=keeps and how == "whole")
 
 
+def substituted_twice(scene: Scene, reshards: bool, differentiates: bool) -> dict[str, Any]:
+    """Call a model twice with other tensors of one dictionary, and once with its own.
+
+    Return the outputs, and whether the dictionary still has these tensors.
+    """
+    model: Any = blocks(2).to(scene.rank.device)
+    scene.shard(model[0], reshard_after_forward=reshards)
+    scene.shard(model)
+    batch = _inputs(scene.rank.device, False)
+    with torch.no_grad():
+        model(batch)  # the root's first forward
+    tensors = {name: param.detach() * 2 for name, param in model.named_parameters()}
+    for tensor in tensors.values():
+        tensor.requires_grad_(differentiates)
+    before = dict(tensors)
+    with torch.set_grad_enabled(differentiates):
+        outputs = [functional_call(model, tensors, (batch,)).detach() for _ in range(2)]
+        outputs.append(model(batch).detach())
+    return {"outputs": outputs, "unchanged": [tensors[name] is before[name] for name in before]}
+
+
+@clause("distributed.fsdp.fully_shard.functional_call")
+@pytest.mark.deviation("fsdp.others_in_their_places")
+@pytest.mark.parametrize("differentiates", [False, True])
+@resharded_or_not
+def test_functional_call_leaves_dictionary_unchanged(
+    plain_twins: PlainTwins, reshards: bool, differentiates: bool
+) -> None:
+    arguments = {"reshards": reshards, "differentiates": differentiates}
+    plain_twins.deviate_to_unsharded(substituted_twice, **arguments, may_agree=not reshards)
+
+
 def _linearized_twice(scene: Scene, model: Any) -> list[Tensor]:
     """Return the output and the derivative before and after the parameters were doubled.
 

@@ -452,13 +452,11 @@ class DTensorGroup:
         """Return `own`, with the user's tensor instead where a module still has a substitute."""
         tensors = list(own)
         for index, shown in self._registration.registered() if self._substitutes else ():
-            substitute = self._substitutes.get(index)
-            if substitute is not None and (shown is substitute.original or shown is substitute.unsharded):
+            if (substitute := self._substitutes.get(index)) is not None and substitute.is_shown_as(shown):
                 tensors[index] = substitute.original
+        # The originals are remembered, because an evaluation registers the group's tensors twice after its forward.
         self._substitutes = {
-            index: substitute
-            for index, substitute in self._substitutes.items()
-            if substitute.unsharded is None
+            index: Substitute(used.original, None) for index, used in self._substitutes.items()
         }
         return tensors
 

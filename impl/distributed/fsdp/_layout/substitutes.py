@@ -15,7 +15,11 @@ class Substitute(NamedTuple):
     """A user's tensor that replaces a parameter for one forward."""
 
     original: Tensor
-    unsharded: Tensor | None  # tensor that modules compute with; None before the forward
+    # Tensor that modules compute with in the forward. None before and after it.
+    unsharded: Tensor | None
+
+    def is_shown_as(self, tensor: Tensor | None) -> bool:
+        return tensor is not None and (tensor is self.original or tensor is self.unsharded)
 
 
 def unsharded_substitute(
