@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,6 +122,42 @@ def test_total_norm_foreach(compare: Compare, where: str, foreach: bool | None) 
 
     [outcome] = compare(norm)
     assert ("foreach" in str(outcome.raised)) == bool(foreach)
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
+    "vmap": lambda norm, rows: torch.func.vmap(norm)(rows),
+    "vmap of vmap": lambda norm, rows: torch.func.vmap(torch.func.vmap(norm))(rows.unflatten(0, (2, 2))),
+    "jvp": lambda norm, rows: torch.func.jvp(norm, (rows,), (torch.ones_like(rows),)),
+    "jacfwd": lambda norm, rows: torch.func.jacfwd(norm)(rows),
+    "vmap of jvp": lambda norm, rows: torch.func.vmap(lambda row: torch.func.jvp(norm, (row,), (row,)))(rows),
+    "vmap of a gradient": lambda norm, rows: torch.func.vmap(
+        lambda row: norm(torch.func.grad(lambda inputs: inputs.pow(2).sum())(row))
+    )(rows),
+    "vmap beside plain tensors": lambda norm, rows: torch.func.vmap(lambda row: norm(rows) * row)(rows),
+}
+
+
+@clause("nn.utils.clip_grad.get_total_norm.transforms")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf], ids=repr)
+def test_total_norm_inside_transforms(
+    compare: Compare, device: str, norm_type: float, transform: str
+) -> None:
+    """Clipping of the gradients of each sample (DP-SGD) takes the norm inside of vmap."""
+
+    def outcome(library: Library) -> Outcome:
+        def norm(row: torch.Tensor) -> torch.Tensor:
+            return library.nn.utils.get_total_norm([row, 2 * row], norm_type, foreach=False)
+
+        return observe(TRANSFORMS[transform], norm, rows)
+
+    rows = torch.tensor([[3.0, 4.0], [0.5, -2.0], [1.0, 0.25], [-6.0, 8.0]], device=device)
+    with warnings.catch_warnings():
+        # The first transform with tangents in a process warns about a function of torch.
+        warnings.simplefilter("ignore")
+        TRANSFORMS[transform](torch.linalg.vector_norm, rows)
+    [transformed] = compare(outcome, norm_of(16, 2, order=norm_type))
+    assert transformed.raised is None
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")

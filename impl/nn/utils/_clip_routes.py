@@ -11,7 +11,8 @@ LocalShards
 TorchOperators
     All other gradients take the torch operators that torch's own functions call, so that they raise torch's errors:
     sparse, complex and integer gradients, other tensor subclasses, overlapping memory, empty gradients if the norm has
-    no identity, and everything under `torch.compile`. One such subclass sends the whole list to the operators.
+    no identity, and everything under `torch.compile` and in the transforms of `torch.func`, some of which know no
+    foreach operators. One such subclass sends the whole list to the operators.
 
 If a torch operator raises, all gradients are restored. For this, plain tensors that take operators and DTensors among
 plain tensors are copied. A list with only DTensors is changed as a whole or not at all.
@@ -27,6 +28,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils._foreach_utils import (
     _device_has_foreach_support,
     _group_tensors_by_device_and_dtype,
@@ -108,7 +110,7 @@ class TorchOperators:
         """Apply `change_` to each list. Restore all tensors if it raises."""
         lists = self._lists()
         copies: list[tuple[Tensor, Tensor]] = []
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not _is_transformed():
             _check_no_hidden_overlap(self.tensors)
             is_mixed = any(type(tensor) in PLAIN_TYPES for tensor in self.tensors)
             copies = [
@@ -214,7 +216,7 @@ Route = TorchOperators | Kernels | LocalShards
 
 
 def route_for(tensors: list[Tensor], foreach: bool | None) -> Route:
-    if torch.compiler.is_compiling() or not tensors:
+    if torch.compiler.is_compiling() or not tensors or _is_transformed():
         return TorchOperators(tensors, foreach)
     if (layout := recognize_layout(tensors)) is not None:
         return Kernels(tensors, {tensors[0].device: TensorList(tensors, layout)}, foreach)
@@ -277,6 +279,11 @@ def _is_ordinary(tensor: Tensor) -> bool:
         and not tensor.is_neg()  # see `_ordinary_on_one_device`
         and (torch.is_inference_mode_enabled() or not tensor.is_inference())
     )
+
+
+def _is_transformed() -> bool:
+    """Return whether a transform of `torch.func`, such as `vmap`, runs this code."""
+    return peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]  its stub is wrong
 
 
 def by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
