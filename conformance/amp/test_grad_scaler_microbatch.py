@@ -376,3 +376,4 @@ def test_disabled_scaler_checks_no_microbatch(subject: Library, device: str) -> 
     run.run([None, None])
     run.scaler.step(run.optimizer)
     run.check_values([1.0 - LEARNING_RATE * total for total in (1.0 + 1.0 + 2.0, 6.0, 8.0)])
+    assert run.scaler.skipped_microbatches(run.optimizer) == []

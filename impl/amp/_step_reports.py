@@ -215,7 +215,7 @@ class StepReports:
 
         Returns:
             One `position`, `rank` and tuple of `names` for each microbatch and rank that had inf or nan, or that called
-            `skip()`, which has no names. Names are those of `nonfinite_parameters`.
+            `skip()`, which has no names. Names are those of `nonfinite_parameters`. A disabled scaler returns none.
         Raises:
             RuntimeError: this scaler has run no `microbatch` of the optimizer, or keeps no record because the optimizer
                 takes no weak references.
@@ -232,6 +232,8 @@ class StepReports:
         >>> print(*scaler.skipped_microbatches(optimizer))
         microbatch 1: inf or nan in weight on rank 0
         """
+        if not self._enabled:
+            return []
         accumulation = self._check_results.of(optimizer).accumulation
         if accumulation is None:
             raise RuntimeError(
