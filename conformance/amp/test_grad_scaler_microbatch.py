@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -250,6 +251,26 @@ def test_exception_leaves_sum_as_before(subject: Library, device: str, how: str,
     run.check_values(run.expected([None]))
     run.scaler.update()
     assert run.scaler.get_scale() == SCALE
+
+
+@clause("amp.grad_scaler.microbatch.errors")
+def test_exception_in_first_microbatch_leaves_scaler_as_before(subject: Library, device: str) -> None:
+    """The scaler can still be copied, which is allowed between `update` and the next call for an optimizer."""
+    run = MicrobatchRun(subject, device)
+    run.run([None, math.inf])
+    run.step()
+    run.scaler.update()
+    skipped = run.scaler.skipped_microbatches(run.optimizer)
+
+    def fail() -> None:
+        with run.scaler.microbatch(run.optimizer):
+            run.backward(0)
+            raise KeyError("batch")
+
+    with pytest.raises(KeyError, match="batch"):
+        fail()
+    assert copy.deepcopy(run.scaler).get_scale() == run.scaler.get_scale()
+    assert run.scaler.skipped_microbatches(run.optimizer) == skipped != []
 
 
 @clause("amp.grad_scaler.microbatch.left_out")

@@ -525,11 +525,19 @@ class GradScaler(StepReports):
         groups = self._reporting_groups(params)
         accumulation = self._accumulation_of(optimizer) or Accumulation()
         accumulation.check_closed("microbatch")
+        is_first_call = id(optimizer) not in self._per_optimizer_states
         self._per_optimizer_states[id(optimizer)]["accumulation"] = accumulation
-        self._check_results.of(optimizer).accumulation = accumulation
+        check_results = self._check_results.of(optimizer)
+        previous, check_results.accumulation = check_results.accumulation, accumulation
         device_of = functools.partial(self._norm_device, params)
-        with run_microbatch(optimizer, accumulation, device_of, groups, self._has_peers) as microbatch:
-            yield microbatch
+        try:
+            with run_microbatch(optimizer, accumulation, device_of, groups, self._has_peers) as microbatch:
+                yield microbatch
+        except BaseException:
+            check_results.accumulation = previous
+            if is_first_call:
+                self._per_optimizer_states.pop(id(optimizer), None)
+            raise
         if microbatch.is_skipped and self._scale is None:
             # A rank without any loss steps and updates nevertheless.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
