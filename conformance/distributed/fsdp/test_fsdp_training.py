@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples, trains_like_unsharded
-from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import (
     FULL_PROFILE,
     STRATEGIES,
@@ -157,6 +159,34 @@ def test_hollow_models_train_like_torch(twins: Twins, wrapping: Wrapping, tree: 
 
 
 plain_steps = steps(orders=("in turn",), befores=("",))
+
+
+def outputs_in_autocast_region(scene: Scene, **wrapping: Any) -> dict[str, torch.Tensor]:
+    """Change parameters by a step, a load and a write inside one autocast region. Return the outputs in between."""
+    layers = filled(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))).to(scene.rank.device)
+    model = scene.wrap(layers, units=[nn.Linear], **wrapping)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    x = torch.ones(1, 3, device=scene.rank.device)
+    outputs = {}
+    with torch.autocast(scene.rank.device.type, torch.bfloat16):
+        outputs["at first"] = model(x)
+        outputs["at first"].sum().backward()
+        optimizer.step()
+        outputs["after a step"] = model(x)
+        model.load_state_dict({name: tensor / 2 for name, tensor in model.state_dict().items()})
+        outputs["after a load"] = model(x)
+        with scene.fsdp.summon_full_params(model), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        outputs["after a write"] = model(x)
+    return outputs
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.autocast_region")
+@each_wrapping
+def test_autocast_region_computes_with_changed_parameters(twins: Twins, wrapping: Wrapping) -> None:
+    outputs = twins.agree(outputs_in_autocast_region, **wrapping)[0].value.values()
+    assert len({str(output.values.tolist()) for output in outputs}) == 4
 
 
 CHECKPOINTED = ModuleTree(

@@ -81,7 +81,7 @@ class UnshardedBuffer:
     def fill_from(self, versions: list[int]) -> list[int]:
         """Record that the elements come from a shard with these versions. Return the indices of changed views.
 
-        Graphs of earlier values see a change in place.
+        Graphs of earlier values see a change in place, and autocast casts the changed values again.
         """
         before, self._filled_from = self._filled_from, versions
         if before == versions:
@@ -93,6 +93,8 @@ class UnshardedBuffer:
         torch.autograd.graph.increment_version([self.views[index] for index in changed])
         for index in changed:
             self._versions[index] += 1
+        # Autocast keeps casts of leaves until its region ends, whatever their versions.
+        torch.clear_autocast_cache()
         return changed
 
     def take_gradients(self) -> list[Tensor | None]:
