@@ -223,6 +223,18 @@ def test_rate_collected_by_init_group_is_guarded(deviation: DeviationJudge, devi
     judge_values(deviation, script, RatesHandedOver, device)
 
 
+@clause("dynamo.optimizer.guards.schedules")
+def test_tensor_rate_collected_by_init_group_matches_eager_steps(subject: Library, device: str) -> None:
+    def script(harness: CompiledHarness) -> list[torch.Tensor]:
+        harness.train(2).optimizer.param_groups[0]["lr"].fill_(0.2)
+        return trained(harness)
+
+    def with_tensor(parameters: Iterable[torch.Tensor]) -> RatesHandedOver:
+        return RatesHandedOver(parameters, lr=torch.tensor(0.1))
+
+    assert is_right(script, with_tensor, device, subject) is True
+
+
 class ScaledByState(Collecting):
     """`_init_group` collects a number or None from each parameter's state."""
 

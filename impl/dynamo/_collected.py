@@ -58,14 +58,18 @@ class Arguments:
 
 
 class CollectedTrackers:
-    """Trackers of collected values. `sources` maps the id of a tensor to its source."""
+    """Trackers of collected values.
+
+    Args:
+        sources: the source of each tensor, by the tensor's id.
+        inputs: ids of the tensors that are inputs of the graph. The graph holds all others as attributes.
+    """
 
     def __init__(
-        self, tx: InstructionTranslatorBase, sources: Mapping[int, Source], gradients: frozenset[int]
+        self, tx: InstructionTranslatorBase, sources: Mapping[int, Source], inputs: frozenset[int]
     ) -> None:
-        self._tx, self._sources, self._gradients = tx, sources, gradients
-        # Tensors that a graph holds as attributes, not as inputs.
-        self.held = {key for key in sources if key not in gradients}
+        self._tx, self._sources, self._inputs = tx, sources, inputs
+        self.held = {key for key in sources if key not in inputs}
 
     def tracker(self, value: Any) -> VariableTracker:
         if isinstance(value, torch.Tensor):
@@ -77,7 +81,7 @@ class CollectedTrackers:
         return VariableTracker.build(self._tx, value)
 
     def _tensor(self, tensor: torch.Tensor) -> VariableTracker:
-        if id(tensor) not in self._gradients:
+        if id(tensor) not in self._inputs:
             mark_static_address(tensor, guard=True)
         source = self._sources.get(id(tensor))
         if source is None:  # a tensor of the optimizer that is not in its state
@@ -85,8 +89,8 @@ class CollectedTrackers:
             source = GlobalWeakRefSource(name)
             self.held.add(id(tensor))
         tracker = VariableTracker.build(self._tx, tensor, source)
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            # A guard on identity does not notice another dtype, shape or device.
+        if id(tensor) not in self._inputs and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            # Dynamo guards the identity of attributes only, and does not notice another dtype, shape or device.
             install_guard(source.make_guard(GuardBuilder.TENSOR_MATCH))
         return tracker
 

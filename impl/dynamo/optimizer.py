@@ -13,8 +13,15 @@ from typing import Any, NoReturn, cast
 import torch
 from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.exc import UnspecializeRestartAnalysis, unimplemented
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, ConstDictKeySource, DictGetItemSource, GradSource, Source
+from torch._dynamo.guards import GuardBuilder, install_guard, make_dupe_guard
+from torch._dynamo.source import (
+    AttrSource,
+    ConstDictKeySource,
+    DictGetItemSource,
+    GradSource,
+    OptimizerSource,
+    Source,
+)
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
@@ -47,8 +54,10 @@ class OptimizerVariable(UserDefinedObjectVariable):
 
     value: torch.optim.Optimizer
 
-    def __init__(self, value: torch.optim.Optimizer, **kwargs: Any) -> None:
-        super().__init__(value, **kwargs)
+    def __init__(self, value: torch.optim.Optimizer, source: Source | None = None, **kwargs: Any) -> None:
+        # Dynamo does not guard that two sources share an object if one of them is an `OptimizerSource`.
+        plain_source = source.base if isinstance(source, OptimizerSource) else source
+        super().__init__(value, source=plain_source, **kwargs)
         # Track side effects, or attributes that a step sets on its optimizer would be lost.
         effects = InstructionTranslator.current_tx().output.side_effects
         if value not in effects:
@@ -94,7 +103,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
             _break(tx, f"it raised {type(error).__name__}: {error}")
         for tensor in _state_tensors(self.value):
             mark_static_address(tensor, guard=True)
-        collected = CollectedTrackers(tx, self._guarded(tx), frozenset(map(id, self._gradients())))
+        collected = CollectedTrackers(tx, self._guarded(tx), frozenset(map(id, self._graph_inputs())))
         if has_numbers(returned, *(items for _, items in arguments.lists)):
             self._guard_numbers(tx)
         for tracker, items in arguments.lists:
@@ -113,8 +122,12 @@ class OptimizerVariable(UserDefinedObjectVariable):
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for group in self.value.param_groups for parameter in group["params"])
 
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        return (parameter.grad for parameter in self._parameters() if parameter.grad is not None)
+    def _graph_inputs(self) -> Iterator[torch.Tensor]:
+        """Yield all gradients, and tensors among the options of groups, such as a learning rate."""
+        for group in self.value.param_groups:
+            yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
+            options = tree_leaves([value for name, value in group.items() if name != "params"])
+            yield from (option for option in options if isinstance(option, torch.Tensor))
 
     def _groups(self, tx: InstructionTranslatorBase) -> list[Any]:
         """Return the trackers of the groups, with guards on all their contents."""
@@ -157,7 +170,10 @@ class OptimizerVariable(UserDefinedObjectVariable):
         sources: dict[int, Source] = {}
 
         def add_source(tensor: torch.Tensor, source: Source) -> None:
-            sources.setdefault(id(tensor), source)
+            first = sources.setdefault(id(tensor), source)
+            is_shared = make_dupe_guard(source, first)
+            if is_shared is not None:
+                install_guard(source.make_guard(is_shared))
 
         for group, tracker in zip(self.value.param_groups, self._groups(tx), strict=True):
             items = {key.vt.as_python_constant(): item for key, item in tracker.items.items()}
