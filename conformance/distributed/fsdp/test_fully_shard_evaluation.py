@@ -11,7 +11,7 @@ from torch import nn
 from conformance.distributed.fsdp.scenes.fully_shard_training import registered, reshard_all
 from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, each
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, each
 from conformance.judge.clauses import clause
 
 
@@ -23,11 +23,11 @@ class _Generating(nn.Sequential):
         return self.forward(batch)
 
 
-def _generating(scene: Scene) -> Any:
-    """Return a model, sharded as two units that stay unsharded after forward."""
+def _generating(scene: Scene, reshards: int = False) -> Any:
+    """Return a model, sharded as two units that by default stay unsharded after forward."""
     model: Any = _Generating(*blocks(2)).to(scene.rank.device)
-    scene.shard(model[0], reshard_after_forward=False)
-    scene.shard(model, reshard_after_forward=False)
+    scene.shard(model[0], reshard_after_forward=reshards)
+    scene.shard(model, reshard_after_forward=reshards)
     if scene.shards:
         scene.api.register_fsdp_forward_method(model, "generate")
     return model
@@ -41,16 +41,17 @@ def _evaluate(model: Any, batch: torch.Tensor, method: str = "forward") -> torch
 
 
 def written_after_evaluation(
-    scene: Scene, how: str, method: str, is_listed_before: bool
+    scene: Scene, how: str, method: str, is_listed_before: bool, reshards: int = False
 ) -> list[torch.Tensor]:
     """Evaluate before and after a write to the parameters.
 
     Args:
+        reshards: `reshard_after_forward` of the units.
         method: `generate` disables gradients itself.
         is_listed_before: the parameters are listed before the first evaluation. Otherwise they are listed after it, and
             the units are resharded after the write.
     """
-    model = _generating(scene)
+    model = _generating(scene, reshards)
     params, batch = list(model.parameters()), batch_of(scene, 0)
     outputs = [_evaluate(model, batch, method)]
     if not is_listed_before:
@@ -87,9 +88,19 @@ def test_evaluation_sees_writes_to_kept_units(
     )
 
 
-def optimizer_made_after_evaluation(scene: Scene, method: str) -> torch.Tensor:
+@clause("distributed.fsdp.fully_shard.written_after_evaluation")
+@pytest.mark.deviation("fully_shard.written_after_evaluation")
+@pytest.mark.parametrize(("how", "is_listed_before"), [("foreach", True), ("data", False)])
+def test_evaluation_sees_writes_to_units_of_fewer_ranks(
+    plain_twins_of: TwinsOf, device: str, how: str, is_listed_before: bool
+) -> None:
+    arguments = {"how": how, "method": "forward", "is_listed_before": is_listed_before, "reshards": 2}
+    plain_twins_of(4, device).deviate_to_unsharded(written_after_evaluation, **arguments)
+
+
+def optimizer_made_after_evaluation(scene: Scene, method: str, reshards: int = False) -> torch.Tensor:
     """Train two steps with an optimizer made after an evaluation. Return the output."""
-    model = _generating(scene)
+    model = _generating(scene, reshards)
     batch = torch.ones_like(batch_of(scene, 0))  # equal on all ranks
     _evaluate(model, batch, method)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -105,6 +116,15 @@ def optimizer_made_after_evaluation(scene: Scene, method: str) -> torch.Tensor:
 @pytest.mark.parametrize("method", ["forward", "generate"])
 def test_optimizer_made_after_evaluation_trains(plain_twins: PlainTwins, method: str) -> None:
     plain_twins.deviate_to_unsharded(optimizer_made_after_evaluation, method=method)
+
+
+@clause("distributed.fsdp.fully_shard.written_after_evaluation")
+@pytest.mark.deviation("fully_shard.written_after_evaluation")
+def test_optimizer_made_after_evaluation_trains_units_of_fewer_ranks(
+    plain_twins_of: TwinsOf, device: str
+) -> None:
+    twins = plain_twins_of(4, device)
+    twins.deviate_to_unsharded(optimizer_made_after_evaluation, method="forward", reshards=2)
 
 
 def exchanged_for_evaluation(scene: Scene, trains: str) -> list[torch.Tensor]:

@@ -223,9 +223,12 @@ class Unit(UnitParams[Group_co]):
         DTensors, increments no version counter. And parameters that the user lists would be unsharded: what is written
         to them is lost, and an optimizer made of them steps nothing.
         """
-        if self._gathered is None or self._gathered.is_kept_by_user:
+        if self._gathered is None:  # perhaps resharded to fewer ranks
+            for group in () if self.awaits_backward else self.param_groups:
+                group.discard_post_forward_shards()
+        elif self._gathered.is_kept_by_user:
             return
-        if self.awaits_backward:
+        elif self.awaits_backward:
             self._gathered.may_be_stale = True
         else:
             self.reshard()

@@ -73,6 +73,9 @@ class FlatParamGroup(FlatParamHandle):
     def show_kept(self) -> None:
         self.use_sharded_views()
 
+    def discard_post_forward_shards(self) -> None:
+        """Do nothing, because flat parameters have no larger shards for backward."""
+
     def frees_in_backward(self) -> bool:
         if not self.is_sharded:
             return self._config.precision.param_dtype is not None

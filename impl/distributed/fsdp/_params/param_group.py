@@ -243,6 +243,9 @@ class ParamGroup(Protocol):
     def use_sharded_views(self, *, after_forward: bool = False) -> None:
         """Register the shards or placeholders in the modules, or after a forward the larger shards for backward."""
 
+    def discard_post_forward_shards(self) -> None:
+        """Register the shards in the modules, not larger ones for backward, so that the next gather reads them."""
+
     def show_kept(self) -> None:
         """Register in the modules a group that stays unsharded after a forward or backward."""
 
