@@ -16,7 +16,7 @@ from conformance.distributed.fsdp.scenes.fsdp_training import zero_for_none
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, Twins, each
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, Twins, TwinsOf, each
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.surface import is_torch_in
@@ -207,7 +207,7 @@ def test_functional_call_computes_with_given_tensors(
     plain_twins.deviate_to_unsharded(substituted, **arguments, may_agree=keeps and how == "whole")
 
 
-def substituted_twice(scene: Scene, reshards: bool, differentiates: bool) -> dict[str, Any]:
+def substituted_twice(scene: Scene, reshards: int, differentiates: bool) -> dict[str, Any]:
     """Call a model twice with other tensors of one dictionary, and once with its own.
 
     Return the outputs, and whether the dictionary still has these tensors.
@@ -223,6 +223,8 @@ def substituted_twice(scene: Scene, reshards: bool, differentiates: bool) -> dic
         tensor.requires_grad_(differentiates)
     before = dict(tensors)
     with torch.set_grad_enabled(differentiates):
+        if differentiates:
+            model(batch)  # a forward without a backward
         outputs = [functional_call(model, tensors, (batch,)).detach() for _ in range(2)]
         outputs.append(model(batch).detach())
     return {"outputs": outputs, "unchanged": [tensors[name] is before[name] for name in before]}
@@ -237,6 +239,16 @@ def test_functional_call_leaves_dictionary_unchanged(
 ) -> None:
     arguments = {"reshards": reshards, "differentiates": differentiates}
     plain_twins.deviate_to_unsharded(substituted_twice, **arguments, may_agree=not reshards)
+
+
+@clause("distributed.fsdp.fully_shard.functional_call")
+@pytest.mark.deviation("fsdp.others_in_their_places")
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_functional_call_leaves_units_of_fewer_ranks_unchanged(
+    plain_twins_of: TwinsOf, device: str, differentiates: bool
+) -> None:
+    arguments = {"reshards": 2, "differentiates": differentiates}
+    plain_twins_of(4, device).deviate_to_unsharded(substituted_twice, **arguments)
 
 
 def _linearized_twice(scene: Scene, model: Any) -> list[Tensor]:

@@ -73,8 +73,9 @@ class DTensorGroup:
         self.unsharded_params: UnshardedParams | None = None
         self.shard_casts = CastShards()
         self._backward_mesh = backward_mesh
-        # Shards of unsharded parameters that this rank keeps for a backward.
+        # Shards of unsharded parameters that this rank keeps for a backward, and the parameters that modules have then.
         self._post_forward_shards: list[Tensor] = []
+        self._post_forward_params: list[nn.Parameter] = []
         self._substitutes: dict[int, Substitute] = {}  # parameter index -> tensor
         self._rounded: dict[ShardedParam, str] = {}  # masters that were cast and not loaded since
         self._checked = -1  # index of the parameter
@@ -144,14 +145,12 @@ class DTensorGroup:
     # Changes by the user
 
     def write_back_changes(self) -> bool:
-        if self._post_forward_shards:
-            return False
         replaced = self._registration.replacements_of(self._own_tensors())
         if self._has_views_put_back(replaced):
-            self._registration.register(self.stepped)
+            self._registration.register(self._own_tensors())
             replaced = []
         self._record_substitutes(replaced)
-        if self.is_shown:
+        if self.is_shown or self._post_forward_shards:
             return False
         was_changed = False
         for index, tensor in replaced:
@@ -199,7 +198,7 @@ class DTensorGroup:
     def _own_tensors(self) -> Sequence[nn.Parameter]:
         """Return the tensors that modules have now unless the user replaced them."""
         if not self.is_shown:
-            return self.stepped
+            return self._post_forward_params or self.stepped
         assert self.unsharded_params is not None
         return self.unsharded_params.views
 
@@ -432,7 +431,7 @@ class DTensorGroup:
         if not self.is_shown or self._substitutes:
             self._registration.register(self._unsharded_tensors(unsharded.views))
             self.is_shown = True
-            self._post_forward_shards = []
+            self._post_forward_shards, self._post_forward_params = [], []
         return unsharded
 
     def _unsharded_tensors(self, views: Sequence[Tensor]) -> list[Tensor]:
@@ -461,15 +460,11 @@ class DTensorGroup:
         return tensors
 
     def use_sharded_views(self, *, after_forward: bool = False) -> None:
-        self._post_forward_shards = self._new_post_forward_shards() if after_forward else []
-        if self._post_forward_shards and self._backward_mesh is not None:
-            pairs = zip(self.params, self._post_forward_shards, strict=True)
-            self._registration.register(
-                [param.post_forward_param(shard, self._backward_mesh) for param, shard in pairs]
-            )
-        else:
-            self._registration.register(self._with_substitutes(self.stepped))
+        self._post_forward_shards = shards = self._new_post_forward_shards() if after_forward else []
+        mesh, pairs = self._backward_mesh, zip(self.params, shards, strict=False)
+        self._post_forward_params = [] if mesh is None else [p.post_forward_param(s, mesh) for p, s in pairs]
         self.is_shown = False
+        self._registration.register(self._with_substitutes(self._own_tensors()))
 
     def _new_post_forward_shards(self) -> list[Tensor]:
         unsharded, fewer = self.unsharded_params, self.groups.backward
