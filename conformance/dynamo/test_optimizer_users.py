@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
@@ -264,6 +265,47 @@ def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, 
         return trained(harness)
 
     judge_values(deviation, script, ScaledByState, device)
+
+
+class NestedMomenta(KeepingElsewhere):
+    """Each parameter's momentum is in a container in its state."""
+
+    nest: Any
+
+    def _init_group(
+        self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], momenta: list[Any]
+    ) -> None:
+        Collecting._init_group(self, group, parameters, gradients)
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["nested"] = self.nest(torch.zeros_like(parameter))
+            momenta += tree_leaves(self.state[parameter])
+
+
+NESTS = {
+    "list": lambda tensor: [tensor],
+    "tuple": lambda tensor: (tensor,),
+    "dict": lambda tensor: {"momentum": tensor},
+    "nested": lambda tensor: {0: [(tensor,)]},
+}
+
+
+@clause("dynamo.optimizer.guards.state")
+@pytest.mark.deviation("optimizer_variable.state_of_each_parameter")
+@pytest.mark.parametrize("nest", soon(NESTS, "tuple", "dict"))
+def test_containers_in_state_are_guarded(deviation: DeviationJudge, device: str, nest: str) -> None:
+    def make(parameters: Iterable[torch.Tensor]) -> NestedMomenta:
+        optimizer = NestedMomenta(parameters)
+        optimizer.nest = NESTS[nest]
+        return optimizer
+
+    def script(harness: CompiledHarness) -> list[torch.Tensor]:
+        state = harness.train(2).optimizer.state
+        for parameter in harness.parameters[2:]:
+            state[parameter]["nested"] = NESTS[nest](torch.full_like(parameter, 3.0))
+        return trained(harness)
+
+    judge_values(deviation, script, make, device)
 
 
 class SkipsParametersWithState(Collecting):

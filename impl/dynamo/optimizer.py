@@ -18,6 +18,7 @@ from torch._dynamo.source import (
     AttrSource,
     ConstDictKeySource,
     DictGetItemSource,
+    GetItemSource,
     GradSource,
     OptimizerSource,
     Source,
@@ -195,7 +196,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
         return sources
 
     def _state_items(self, tx: InstructionTranslatorBase) -> Iterator[tuple[Any, Source]]:
-        """Yield each value of each parameter's state, with guards on the keys and their order."""
+        """Yield each value of each parameter's state, also in containers, with guards on keys and lengths."""
         state = self.value.state
         source = self._source_of("state")
         _guard_keys(tx, state, source)
@@ -203,7 +204,8 @@ class OptimizerVariable(UserDefinedObjectVariable):
             entry_source = DictGetItemSource(source, ConstDictKeySource(source, index))
             _guard_keys(tx, entry, entry_source)
             for position, value in enumerate(entry.values()):
-                yield value, DictGetItemSource(entry_source, ConstDictKeySource(entry_source, position))
+                value_source = DictGetItemSource(entry_source, ConstDictKeySource(entry_source, position))
+                yield from _values_in(tx, value, value_source)
 
     def _guard_numbers(self, tx: InstructionTranslatorBase) -> None:
         """Guard the numbers of groups and states, because a collected number is a constant of the graph."""
@@ -279,6 +281,24 @@ def _skip_closure(tx: InstructionTranslatorBase) -> None:
 def _guard_keys(tx: InstructionTranslatorBase, mapping: Any, source: Source) -> None:
     VariableTracker.build(tx, mapping, source).realize()
     tx.output.guard_on_key_order.add(source)
+
+
+def _values_in(tx: InstructionTranslatorBase, value: Any, source: Source) -> Iterator[tuple[Any, Source]]:
+    """Yield the values in nested containers that hold tensors, with guards on the containers."""
+    if type(value) in (list, tuple) and _has_tensors(value):
+        VariableTracker.build(tx, value, source).realize()
+        for index, item in enumerate(value):
+            yield from _values_in(tx, item, GetItemSource(source, index))
+    elif type(value) is dict and _has_tensors(value):
+        _guard_keys(tx, value, source)
+        for index, item in enumerate(value.values()):
+            yield from _values_in(tx, item, DictGetItemSource(source, ConstDictKeySource(source, index)))
+    else:
+        yield value, source
+
+
+def _has_tensors(container: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(container))
 
 
 def _break(tx: InstructionTranslatorBase, reason: str) -> NoReturn:
