@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +14,23 @@ from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean
 from conformance.distributed.fsdp.scenes.module_trees import Batch, call, loss_of
 from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod, copied, described
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene, named
+from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene, filled, named
 from conformance.distributed.fsdp.scenes.twins import (
     Twins,
     Wrapping,
     both_kinds,
+    each_strategy,
     each_wrapping,
     flat_or_originals,
     leaf_by_leaf,
 )
 from conformance.judge.clauses import clause
 from conformance.judge.sandbox.global_state import default_dtype
-from conformance.judge.tolerances import EXACT
+from conformance.judge.tolerances import EXACT, Tolerance
 
+IN_LOW_PRECISION = Tolerance(
+    8, "three gradients in bfloat16, each a sum over rows and ranks", torch.bfloat16, of_largest=True
+)
 each_wrap = pytest.mark.parametrize("wrap", ["root", "leaves", "manual"])
 
 
@@ -211,3 +216,77 @@ def test_default_device_and_dtype_have_no_effect(cpu_twins: Twins, wrapping: Wra
     usual = cpu_twins.of_subject(device="cpu", dtype=torch.float32, **arguments)
     changed = cpu_twins.agree(device="meta", dtype=torch.float64, **arguments)
     assert_ranks_agree(usual, changed, EXACT)
+
+
+class _Penalized(nn.Module):
+    """Layer whose forward reads its own parameters, and adds a penalty on them to its output.
+
+    Many models ask for the dtype of their first parameter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.described: list[Any] = []
+        self.hook: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parameters = [*self.parameters()]
+        self.described.append([(p.dtype, p.device.type, tuple(p.shape), p.requires_grad) for p in parameters])
+        if self.hook is not None:
+            parameters[0].register_hook(self.hook)
+            self.hook = None
+        offset = torch.ones(3, device=x.device).to(parameters[0].dtype)
+        squares = [parameter.square().sum() for parameter in parameters]
+        return self.linear(x + offset) + 0.5 * torch.stack(squares).sum()
+
+
+def parameters_in_forward(
+    scene: Scene, *, low_precision: bool = False, frozen: bool = False, hook: Any = None, **wrapping: Any
+) -> dict[str, Any]:
+    """Train a model whose modules read their own parameters, also without synchronisation and in evaluation."""
+    precision = scene.api.MixedPrecision(param_dtype=torch.bfloat16) if low_precision else None
+    modules = [_Penalized(), _Penalized()]
+    plain = filled(nn.Sequential(*modules, nn.Linear(3, 2)))
+    modules[1].requires_grad_(not frozen)
+    modules[0].hook = hook
+    model = scene.wrap(plain, units=[_Penalized], mixed_precision=precision, **wrapping)
+    losses = []
+    x = torch.linspace(-1, 1, 6, device=scene.rank.device).view(2, 3) - scene.rank.rank * 0.25
+    for number in range(3):
+        with model.no_sync() if number == 0 else contextlib.nullcontext():
+            loss = model(x + number).float().square().mean()
+            loss.backward()
+        losses.append(loss.detach())
+    gradients = scene.whole_gradients(model)
+    with torch.no_grad():
+        losses.append(model.eval()(x).float())
+    return {
+        "described": [module.described for module in modules],
+        "losses": losses,
+        "gradients": gradients,
+        "after": [(p.dtype, tuple(p.shape)) for p in model.parameters()],
+    }
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.parameters_in_forward")
+@pytest.mark.parametrize("low_precision", [False, True], ids=["", "low precision"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+@each_wrapping
+def test_parameters_in_forward_match_torch(
+    twins: Twins, wrapping: Wrapping, low_precision: bool, frozen: bool
+) -> None:
+    tolerance = IN_LOW_PRECISION if low_precision else None
+    twins.agree(
+        parameters_in_forward, tolerance=tolerance, low_precision=low_precision, frozen=frozen, **wrapping
+    )
+
+
+def _tripled(grad: torch.Tensor) -> torch.Tensor:
+    return grad * 3
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.hooks.gradients")
+@each_strategy
+def test_hook_on_flat_parameter_of_forward_gets_gradient(twins: Twins, strategy: str) -> None:
+    twins.agree(parameters_in_forward, hook=_tripled, strategy=strategy)

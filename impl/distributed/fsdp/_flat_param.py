@@ -15,6 +15,8 @@ class _KnownByMark(type(nn.Parameter)):
 class FlatParameter(nn.Parameter, metaclass=_KnownByMark):
     """A rank's shard of a unit's parameters: 1-D, equally long on every rank, padded with zeros.
 
+    While the unit is unsharded, its modules have another flat parameter with all elements, in the compute dtype.
+
     The class of an instance is nn.Parameter, as in torch, because optimizers step tensors of other classes one by one.
     """
 

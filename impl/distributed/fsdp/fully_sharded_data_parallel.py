@@ -89,7 +89,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         forward_prefetch: gather the next unit before this one computes, in the order of the previous iteration.
         limit_all_gathers: let the host wait instead of gathering more than two units.
         use_orig_params: `parameters()` are the module's own, as views of this rank's shard. Otherwise they are one
-            `FlatParameter` per unit.
+            `FlatParameter` per unit. A running forward gets unsharded parameters, also a flat one, from `parameters()`.
         ignored_states: parameters or modules that are not managed.
         device_mesh: replaces `process_group`: one dimension, or two, to replicate and to shard over; the slice
             `mesh["dp"]` if `parallelize_module` has made DTensors over another one. Then state dicts have DTensors.

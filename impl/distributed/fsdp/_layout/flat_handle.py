@@ -5,7 +5,8 @@ this rank's *shard*. The *unsharded buffer* is storage for all elements. Unshard
 *views* are the tensors that the forward computes with. They are created once and share its storage as long as the unit
 lives, so neither unsharding nor resharding touches a parameter. Modules have these *unsharded views* while the buffer
 is live, and *sharded views* otherwise: with `use_orig_params` the user's own parameters, as views of the shard, else a
-`ShardedPlaceholder`, which knows its shape and raises if it is read.
+`ShardedPlaceholder`, which knows its shape and raises if it is read. The registered flat parameter changes with them:
+it is another tensor, with all elements in the compute dtype, while modules have unsharded views.
 """
 
 from __future__ import annotations
@@ -161,7 +162,12 @@ class FlatParamHandle:
             aliases_shard = not self.is_sharded and dtype is self.dtype and shard.device == self.device
             with torch.inference_mode(False):  # the views are used for training too
                 buffer = UnshardedBuffer(
-                    self.layout, self.param_infos, dtype, self.device, over=shard if aliases_shard else None
+                    self.layout,
+                    self.param_infos,
+                    dtype,
+                    self.device,
+                    over=shard if aliases_shard else None,
+                    shown_sharded=None if self.use_orig_params else self.flat_param,
                 )
                 buffer.views = [self._as_param(view) for view in buffer.views]
             self._unsharded[dtype] = buffer
@@ -179,6 +185,8 @@ class FlatParamHandle:
             unsharded.fill_from(self.versions)
         unsharded.set_requires_grad([p.requires_grad for p in self.stepped])
         self._registration.register(unsharded.views)
+        if unsharded.flat_param is not None:
+            self._register_flat_param(unsharded.flat_param)
         self.uses_unsharded_views = True
         return unsharded
 
@@ -186,6 +194,8 @@ class FlatParamHandle:
         """Register the sharded views in the modules."""
         del after_forward
         self._registration.register(self.sharded_views)
+        if self.uses_unsharded_views and not self.use_orig_params:
+            self._register_flat_param()
         self.uses_unsharded_views = False
 
     def swap_unsharded(
@@ -250,6 +260,7 @@ class FlatParamHandle:
                 raise self._replacement_error(self.param_infos[index].name)
         if (
             self._flat_param_place is not None
+            and not self.uses_unsharded_views
             and self._flat_param_place[0].get(self._flat_param_place[1]) is not self.flat_param
         ):
             raise self._replacement_error(self._flat_param_place[1])
@@ -438,9 +449,12 @@ class FlatParamHandle:
         if not self.use_orig_params:
             self._register_flat_param()
 
-    def _register_flat_param(self) -> None:
+    def _register_flat_param(self, flat_param: FlatParameter | None = None) -> None:
+        """Register an unsharded flat parameter, or the sharded one if it is None."""
         if self._flat_param_place is not None:
-            self._flat_param_place[0][self._flat_param_place[1]] = self.flat_param
+            self._flat_param_place[0][self._flat_param_place[1]] = (
+                self.flat_param if flat_param is None else flat_param
+            )
 
     def _unregister_flat_param(self) -> None:
         if self._flat_param_place is not None:

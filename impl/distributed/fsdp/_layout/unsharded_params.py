@@ -265,6 +265,9 @@ class UnshardedParams:
             if extension is not None:
                 extension.free()
 
+    def lacks_gradients(self) -> bool:
+        return any(view.grad is None for view in self.trainable)
+
     def take_gradients(self) -> list[Tensor | None]:
         grads = [view.grad for view in self.views]
         for view in self.views:

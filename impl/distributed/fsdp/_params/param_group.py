@@ -52,6 +52,10 @@ class Unsharded(Protocol):
         """Addresses of the storages. Module outputs that alias them are copied."""
         ...
 
+    def lacks_gradients(self) -> bool:
+        """Return whether a graph may still read trainable parameters, because some have no gradient."""
+        ...
+
     def take_gradients(self) -> list[Tensor | None]:
         """Return every parameter's gradient and clear `.grad`."""
         ...
@@ -322,7 +326,7 @@ def gradients_are_complete(
     """
     if inputs_are_complete and any(group.gradients.must_reduce_zeros() for group in groups):
         return True
-    if any(view.grad is None for unsharded in in_graph for view in unsharded.trainable):
+    if any(unsharded.lacks_gradients() for unsharded in in_graph):
         return False
     return inputs_are_complete or not any(unsharded.has_frozen for unsharded in in_graph)
 
