@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from conformance.distributed.fsdp.scenes import prompted_model
 from conformance.distributed.fsdp.scenes.fully_shard_training import (
@@ -290,3 +291,42 @@ def _fill_freed_memory(numel: int, device: torch.device) -> None:
 def test_shards_kept_for_backward_are_padded_with_zeros(plain_twins_of: TwinsOf, rows: int) -> None:
     outcomes = plain_twins_of(4).agree(kept_for_backward, rows=rows)
     assert outcomes[1].value["weights"][-1]["local"].values[-1].count_nonzero() == 0
+
+
+class _Experts(nn.ModuleList):
+    def forward(self, x: torch.Tensor, number: int | None) -> torch.Tensor:
+        return x * 1 if number is None else self[number](x).tanh()
+
+
+class _Routed(nn.Module):
+    """Model whose units all get a leaf as input: the user's tensor, a parameter, or the input of a recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.own = nn.Parameter(torch.ones(2, 4)), nn.Linear(4, 4)
+        self.asked, self.recomputed = (_Experts(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, numbers: list[int | None]) -> torch.Tensor:
+        without_input = self.own(self.own(self.query).tanh())
+        hidden = self.own(x) + without_input + self.asked(self.query, numbers[0])
+        return checkpoint(self.recomputed, hidden, numbers[1], use_reentrant=True)
+
+
+def zeros_with_leaf_inputs(scene: Scene, numbers: list[int | None]) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of two backwards. All ranks but the first use the experts `numbers` of both units."""
+    model: Any = filled(_Routed().double()).to(scene.rank.device)
+    scene.shard(model.asked)
+    scene.shard(model.recomputed)
+    scene.shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64, device=scene.rank.device).view(2, 4)
+    x.requires_grad_()
+    for _ in range(2):
+        model(x, numbers if scene.rank.rank else [0, 0]).square().sum().backward()
+    return full_gradients(model)
+
+
+@clause("distributed.fsdp.fully_shard.unused_parameters")
+@pytest.mark.parametrize("numbers", [[0, 1], [None, 1], [1, None], [None, None]])
+def test_zeros_are_reduced_for_units_with_leaf_inputs(plain_twins: PlainTwins, numbers: list[Any]) -> None:
+    plain_twins.agree(zeros_with_leaf_inputs, numbers=numbers)

@@ -16,7 +16,14 @@ from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fully_shard.reduction_handle import CommContext, check_settings, check_waited
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
-from impl.distributed.fsdp._params.nested import Inputs, cast_floats, cast_inputs, move_inputs, tensors_in
+from impl.distributed.fsdp._params.nested import (
+    Inputs,
+    alias_leaves,
+    cast_floats,
+    cast_inputs,
+    move_inputs,
+    tensors_in,
+)
 from impl.distributed.fsdp._params.param_registration import ParamLocation
 from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
 from impl.distributed.fsdp._params.user_warnings import warn_user
@@ -266,6 +273,9 @@ class ModuleState:
         if self.device.type != "cpu" and unit.root.is_root(unit) and unit.phase not in FORWARDS:
             args, kwargs = move_inputs(args, kwargs, self.device)
         args, kwargs = self._cast_inputs(args, kwargs)
+        # Zeros are reduced as soon as all inputs have their gradients.
+        if torch.is_grad_enabled() and any(group.options.reduces_unused for group in self.groups):
+            args, kwargs = alias_leaves(args, kwargs)
         return unit.before_forward(args, kwargs)
 
     @dynamo_disable

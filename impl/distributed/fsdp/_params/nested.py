@@ -112,6 +112,19 @@ def move_inputs(args: tuple[object, ...], kwargs: dict[str, object], device: tor
     return map_tensors(args, moved), map_tensors(kwargs, moved)
 
 
+def alias_leaves(args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
+    """Return the inputs with a view of each leaf that needs a gradient, whose hooks run after the module's backward.
+
+    autograd runs the hooks of a leaf before other nodes that are ready.
+    """
+
+    def alias(tensor: Tensor) -> Tensor:
+        has_view = tensor.is_leaf and tensor.requires_grad and tensor.layout is torch.strided
+        return tensor.view_as(tensor) if has_view else tensor
+
+    return map_tensors(args, alias), map_tensors(kwargs, alias)
+
+
 def clone_aliases(memory: set[int], value: object) -> Any:
     """Replace the tensors in `value` whose storage is in `memory` by differentiable copies."""
     return map_tensors(value, functools.partial(_clone_if_alias, memory))
