@@ -29,7 +29,9 @@ from impl.amp._conditional_step import step_unless_found_inf
 from impl.amp._gradients import coalesced, grads_from_copies
 from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerState
 from impl.kernels import StepNumbers, TensorList, concat, dtypes_of, to_device
-from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
+from impl.nn.utils._clip_routes import route_for
+from impl.nn.utils._dtensors import local_value
+from impl.nn.utils.clip_grad import get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer, step_by, updates_of
 from impl.optim._list_cache import same
 from impl.optim._param_groups import params_of
@@ -263,8 +265,7 @@ def _step_by_optimizer(step: Step, served: Sequence[Served]) -> FusedStepResult:
                     if values:
                         step.norms.set(param, local_part(get_total_norm(values, options.norm_type)))
                 norms = step.norms.of_params()
-        if options.max_norm < math.inf:
-            clip_grads_with_norm_(step.params, options.max_norm, norm)
+        clip_(step, norm)
         with step.measuring_updates():
             taken = call_step(step)
         if options.low_precision_params and taken is not False:
@@ -277,6 +278,17 @@ def _step_by_optimizer(step: Step, served: Sequence[Served]) -> FusedStepResult:
     local_found_inf = check_results.local_found_inf or {}
     global_found_inf = scaler._found_inf_per_device(optimizer)
     return FusedStepResult(norm, norms, local_found_inf, global_found_inf, taken, served, step.update_norms())
+
+
+def clip_(step: Step, norm: Tensor) -> None:
+    """Clip the gradients by their joint `norm`, if at all. Those of DTensors are clipped shard by shard.
+
+    torch 2.11 has foreach operators that leave partial DTensors unchanged.
+    """
+    grads = local_parts([grad for param in step.params if (grad := param.grad) is not None])
+    if grads and step.options.max_norm < math.inf:
+        local_norm = local_value(norm)
+        route_for(grads, None).scale_(step.options.max_norm, norm if local_norm is None else local_norm)
 
 
 def dense_values(grad: Tensor) -> list[Tensor]:

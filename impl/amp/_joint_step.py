@@ -18,7 +18,7 @@ from impl.amp._fused_step import FusedStepOptions, Scaler, Step
 from impl.amp._gradients import coalesced, sorted_gradients
 from impl.amp._opt_state import Found, FusedStepResult, OptState, next_stage, stage_of
 from impl.kernels import TensorList, to_device
-from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
+from impl.nn.utils.clip_grad import get_total_norm
 from impl.optim._fused_updates import (
     NoFusedUpdate,
     Served,
@@ -116,8 +116,7 @@ class _Part:
                 step.optimizer, self.updates, factor, unknown, None, None, step.update_meter
             )
         elif not found_inf:
-            if options.max_norm < math.inf:
-                clip_grads_with_norm_(step.params, options.max_norm, norm)
+            _fused_step.clip_(step, norm)
             with step.measuring_updates():
                 self.taken = _fused_step.call_step(step)
 
