@@ -14,10 +14,11 @@ from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank, RankPool, RankRaised
 from conformance.ranks.fixtures import require_simulator
 from conformance.simulator import NAME
+from conformance.strategies.clipping import nested_parameter
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient
 from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Harness, Scenario
 
@@ -290,6 +291,25 @@ def test_parameter_that_is_no_tensor_raises(compare: Compare, device: str, stran
         yield harness.did(harness.scaler.unscale_, harness.optimizer)
 
     assert [outcome.raised is None for outcome in compare(scenario)] == [False, True]
+
+
+@clause("amp.grad_scaler.unscale_.refuses_whole")
+@pytest.mark.parametrize("method", ["unscale_", "step"])
+def test_nested_gradient_raises(compare: Compare, method: str) -> None:
+    """An implementation that recognises earlier lists by shapes and strides must not query them here."""
+
+    def outcome(library: Library) -> Outcome:
+        plain, nested = Gradient((2, 3, 4)).parameter("cpu"), nested_parameter()
+        scaler = library.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        for _ in range(2):
+            scaler.step(torch.optim.SGD([plain], lr=0.5))
+            scaler.update()
+        optimizer = torch.optim.SGD([nested], lr=0.5, foreach=False)
+        return observe(getattr(scaler, method), optimizer)
+
+    [outcome_of_nested] = compare(outcome)
+    assert outcome_of_nested.raised.kind is NotImplementedError
 
 
 @clause("amp.grad_scaler.unscale_.refuses_whole")

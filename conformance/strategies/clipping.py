@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,17 @@ def clip_of(library: Library, case: GradientList, device: str, *args: Any, **kwa
 
 def norm_tolerance(case: GradientList) -> Tolerance:
     return norm_of(case.numel, len(case.gradients))
+
+
+def nested_parameter() -> torch.nn.Parameter:
+    """Return a parameter on the CPU that is a strided nested tensor, with a gradient."""
+    with warnings.catch_warnings():
+        # The first nested tensor in a process warns that they are a prototype.
+        warnings.simplefilter("ignore")
+        rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], device="cpu")
+    parameter = torch.nn.Parameter(rows)
+    (2 * parameter).to_padded_tensor(0.0).sum().backward()
+    return parameter
 
 
 def sparse_parameter(device: str, coalesced: bool) -> torch.nn.Parameter:

@@ -23,6 +23,7 @@ from impl.kernels import (
     TensorList,
     are_on,
     dtypes_of,
+    has_nested,
     keep_layout,
     layouts_of,
     overlaps_itself,
@@ -92,7 +93,13 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
             return [*TensorList(grads).by_device().items()]
         layout = None if any(map(Tensor.is_inference, grads)) else keep_layout(grads)
         return [(device, TensorList(grads, layout))]
-    _check_no_overlap([grad for grad in grads if type(grad) in PLAIN_TYPES and grad.layout is torch.strided])
+    _check_no_overlap(
+        [
+            grad
+            for grad in grads
+            if type(grad) in PLAIN_TYPES and grad.layout is torch.strided and not grad.is_nested
+        ]
+    )
     return _ordinary_last([param for param in params if param.grad is not None])
 
 
@@ -280,6 +287,7 @@ def values_of(grad: Tensor) -> Tensor:
 def _are_ordinary(grads: list[Tensor], dtypes: set[torch.dtype]) -> bool:
     return (
         PLAIN_TYPES.issuperset(map(type, grads))
+        and not has_nested(grads)
         and dtypes <= KERNEL_DTYPES
         and layouts_of(grads) == {torch.strided}
     )

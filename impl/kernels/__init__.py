@@ -35,7 +35,7 @@ from impl.kernels._copies import (
 from impl.kernels._dispatch import backend, flag_if_free_to_read
 from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._kept_layouts import keep_layout, recognize_layout, tensor_guards
-from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
+from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, has_nested, layouts_of
 from impl.kernels._native import chunk_power
 from impl.kernels._native.fused_step import KnownPlaces
 from impl.kernels._native.memory import Addresses, ListLayout, TensorList, concat, list_layout
@@ -91,6 +91,7 @@ __all__ = [
     "foreach_slices",
     "fused_step_",
     "has_host_copies",
+    "has_nested",
     "inverse",
     "is_capturing",
     "is_profiled",

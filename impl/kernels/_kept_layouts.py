@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # does not import Dynamo
 
-from impl.kernels._lists import are_on
+from impl.kernels._lists import are_on, has_nested
 from impl.kernels._native.memory import ListLayout, list_layout
 
 _MOST_LISTS = 32
+# Guards end the process if they reach a strided nested tensor, because torch throws in code that cannot be unwound. So
+# all tensors are checked first. Of lists with twice this number or more, only about this number are checked, spread
+# over the list, because a check of all would take up to a tenth of the time of clipping.
+_CHECKED_TENSORS = 16
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
@@ -30,7 +34,8 @@ def tensor_guards(
 ) -> TensorGuards:
     """Return guards on type, device, dtype and layout of these tensors, and on their autograd keys.
 
-    Strides are only guarded for strided tensors. The guards reject a list that holds a tensor twice.
+    Strides are only guarded for strided tensors. The guards reject a list that holds a tensor twice. Neither these
+    tensors nor those that are checked may be nested (see `_CHECKED_TENSORS`).
     """
     free: list[Any] = [[None] * tensor.dim() for tensor in tensors]
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors] if with_shapes else free
@@ -46,7 +51,11 @@ def recognize_layout(tensors: list[Tensor]) -> ListLayout | None:
     if not tensors or not _can_guard():
         return None
     cached = _kept.get((len(tensors), tensors[0].dtype))
-    if cached is None or not cached.guards.check(*tensors):
+    if (
+        cached is None
+        or has_nested(tensors[:: len(tensors) // _CHECKED_TENSORS or 1])
+        or not cached.guards.check(*tensors)
+    ):
         return None
     return cached.layout
 

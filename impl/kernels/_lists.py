@@ -14,7 +14,9 @@ PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 HALVES = frozenset((torch.float16, torch.bfloat16))
 KERNEL_DTYPES = HALVES | {torch.float32, torch.float64}
 
-_device, _dtype, _is_cpu, _layout = map(attrgetter, ("device", "dtype", "is_cpu", "layout"))
+_device, _dtype, _is_cpu, _is_nested, _layout = map(
+    attrgetter, ("device", "dtype", "is_cpu", "is_nested", "layout")
+)
 
 
 def dtypes_of(tensors: Sequence[Tensor]) -> set[torch.dtype]:
@@ -23,6 +25,11 @@ def dtypes_of(tensors: Sequence[Tensor]) -> set[torch.dtype]:
 
 def layouts_of(tensors: Sequence[Tensor]) -> set[torch.layout]:
     return set(map(_layout, tensors))
+
+
+def has_nested(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a tensor is nested. A strided nested tensor is a plain one by type and layout, without shape."""
+    return any(map(_is_nested, tensors))
 
 
 def are_on(device: torch.device, tensors: Sequence[Tensor]) -> bool:

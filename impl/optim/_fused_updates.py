@@ -435,8 +435,9 @@ def _objection_to_memory(
     """
     param = param_and_states[0]
     for tensor in (*param_and_states, grad, *([] if copy is None else [copy])):
-        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
-            return f"it holds a {type(tensor).__name__} with layout {tensor.layout}"
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
+            nested = "nested " * tensor.is_nested
+            return f"it holds a {nested}{type(tensor).__name__} with layout {tensor.layout}"
         if tensor.device != param.device:
             return f"a tensor on {tensor.device} belongs to a parameter on {param.device}"
         if tensor.dtype not in KERNEL_DTYPES:

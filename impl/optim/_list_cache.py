@@ -39,7 +39,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from impl.kernels import tensor_guards
+from impl.kernels import has_nested, tensor_guards
 from impl.optim._counters import Counters
 from impl.optim._refusals import optimizer_name
 
@@ -157,13 +157,17 @@ class GroupLists:
             # Buckets depend on dtypes, except for non-fused updates on the CPU, which go tensor by tensor.
             by_dtype = bool(group.get("fused"))
             self._guarded = [param for param in self.params if by_dtype or not param.is_cpu]
-        self._guards = tensor_guards([*self._guarded, *self.grads], with_layouts, with_layouts)
+        guarded = [*self._guarded, *self.grads]
+        # Guards end the process if they reach a nested tensor. A gradient is nested if and only if its parameter is.
+        self._guards = None if has_nested(guarded) else tensor_guards(guarded, with_layouts, with_layouts)
         self.buckets = [
             Bucket(names, self.lists, places) for places in indices_by_device_and_dtype(self.params)
         ]
 
     def take_gradients(self) -> str | None:
         """Store this step's gradients, or return the reason why `_init_group` may return other lists."""
+        if self._guards is None:
+            return "a tensor of the group is nested"
         if (reason := self._changed_values()) is not None:
             return reason
         params = self.group["params"]
@@ -215,6 +219,7 @@ class GroupLists:
         }
         known |= {id(param): f"parameter {place}" for place, param in enumerate(self._all_params)}
         names = [*(known[id(tensor)] for tensor in self._guarded), *names]
+        assert self._guards is not None
         reported = self._guards.check_verbose(*self._guarded, *grads, tensor_check_names=names)
         return str(reported).splitlines()[0]
 

@@ -19,7 +19,14 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, differences, observe
 from conformance.judge.tolerances import norm_of
-from conformance.strategies.clipping import clip_of, clipped, holding, norm_tolerance, sparse_parameter
+from conformance.strategies.clipping import (
+    clip_of,
+    clipped,
+    holding,
+    nested_parameter,
+    norm_tolerance,
+    sparse_parameter,
+)
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
 
 
@@ -76,6 +83,44 @@ def test_complex_gradients(compare: Compare, device: str, norm_type: float, with
         return clipped(library, parameters, 1.0, norm_type)
 
     compare(outcome, norm_of(6, 2))
+
+
+CALLS: dict[str, Callable[[Library, list[torch.nn.Parameter], bool | None], Any]] = {
+    "norm": lambda library, params, foreach: library.nn.utils.clip_grad_norm_(params, 1.0, foreach=foreach),
+    "value": lambda library, params, foreach: library.nn.utils.clip_grad_value_(params, 0.5, foreach),
+    "given norm": lambda library, params, foreach: library.nn.utils.clip_grads_with_norm_(
+        params, 1.0, torch.tensor(5.0), foreach
+    ),
+    "total norm": lambda library, params, foreach: library.nn.utils.get_total_norm(
+        [param.grad for param in params], foreach=foreach
+    ),
+}
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.nested")
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("call", CALLS)
+def test_nested_gradient_matches_torch(
+    compare: Compare, call: str, foreach: bool | None, position: int
+) -> None:
+    """An implementation that recognises earlier lists by shapes and strides must not query them here."""
+
+    def outcome(library: Library) -> Outcome:
+        params = [Gradient((2, 3, 4), seed=seed).parameter("cpu") for seed in range(3)]
+        for _ in range(2):
+            CALLS[call](library, params, foreach)
+        params[position] = nested_parameter()
+
+        def run() -> list[torch.Tensor]:
+            CALLS[call](library, params, foreach)
+            return [row.detach() for row in params[position].grad.unbind()]
+
+        return observe(run)
+
+    [nested] = compare(outcome)
+    # torch can multiply a nested tensor by a number, but not a list of them.
+    assert (nested.raised is None) == (call == "given norm" and foreach is False)
 
 
 KINDS = pytest.mark.parametrize("kind", ["same parameter", "same gradient", "views of one buffer"])

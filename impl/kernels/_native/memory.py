@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards  # does not import Dynamo
 
-from impl.kernels._lists import PLAIN_TYPES, are_on, dtypes_of
+from impl.kernels._lists import PLAIN_TYPES, are_on, dtypes_of, has_nested
 from impl.kernels._native import CODES, Column, List, library
 from impl.kernels._storage_order import are_dense
 
@@ -141,7 +141,7 @@ def list_layout(tensors: Sequence[Tensor]) -> ListLayout | None:
 
 def _query_layout(tensors: Sequence[Tensor]) -> ListLayout | None:
     code = CODES.get(tensors[0].dtype)
-    if code is None or len(dtypes_of(tensors)) > 1 or not _are_dense(tensors):
+    if code is None or len(dtypes_of(tensors)) > 1 or has_nested(tensors) or not _are_dense(tensors):
         return None
     return ListLayout(Column(map(Tensor.numel, tensors)), code)
 

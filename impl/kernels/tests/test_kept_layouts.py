@@ -49,6 +49,7 @@ OTHERS: dict[str, Callable[[], Tensor]] = {
     "negates": lambda: torch._neg_view(torch.randn(5)),
     "no memory": lambda: torch._efficientzerotensor((5,)),
     "inference": _made_in_inference_mode,
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(3), torch.randn(2)]),
 }
 
 

@@ -10,9 +10,9 @@ LocalShards
     and the ranks exchange their norms.
 TorchOperators
     All other gradients take the torch operators that torch's own functions call, so that they raise torch's errors:
-    sparse, complex and integer gradients, other tensor subclasses, overlapping memory, empty gradients if the norm has
-    no identity, and everything under `torch.compile` and in the transforms of `torch.func`, some of which know no
-    foreach operators. One such subclass sends the whole list to the operators.
+    sparse, nested, complex and integer gradients, other tensor subclasses, overlapping memory, empty gradients if the
+    norm has no identity, and everything under `torch.compile` and in the transforms of `torch.func`, some of which know
+    no foreach operators. One such subclass sends the whole list to the operators.
 
 If a torch operator raises, all gradients are restored. For this, plain tensors that take operators and DTensors among
 plain tensors are copied. A list with only DTensors is changed as a whole or not at all.
@@ -43,6 +43,7 @@ from impl.kernels import (
     TensorList,
     are_on,
     dtypes_of,
+    has_nested,
     keep_layout,
     layouts_of,
     overlaps_itself,
@@ -262,6 +263,7 @@ def _ordinary_on_one_device(tensors: list[Tensor], foreach: bool | None) -> Tens
     if (layout := keep_layout(tensors)) is not None or (
         dtypes_of(tensors) <= KERNEL_DTYPES
         and (device.type in ("cpu", "cuda") or _device_has_foreach_support(device))
+        and not has_nested(tensors)
         and all(map(Tensor.is_contiguous, tensors))
         # torch raises for lists of views with a negative bit, but not for single ones.
         and not (foreach is False and any(map(Tensor.is_neg, tensors)))
@@ -273,6 +275,7 @@ def _ordinary_on_one_device(tensors: list[Tensor], foreach: bool | None) -> Tens
 def _is_ordinary(tensor: Tensor) -> bool:
     return (
         tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.dtype in KERNEL_DTYPES
         and _device_has_foreach_support(tensor.device)
         and torch._debug_has_internal_overlap(tensor) == 0
@@ -294,6 +297,6 @@ def by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torch
 def _check_no_hidden_overlap(tensors: list[Tensor]) -> None:
     """Raise if elements share memory unnoticed by torch, whose operators would change them several times."""
     for tensor in tensors:
-        is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
+        is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
         if is_plain and torch._debug_has_internal_overlap(tensor) == 2 and overlaps_itself(tensor):
             raise RuntimeError(OVERLAP)

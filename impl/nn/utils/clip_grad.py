@@ -206,7 +206,7 @@ def clip_grad_value_(
 
 def _gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    return [grad for grad in [parameter.grad for parameter in listed] if grad is not None]
+    return [grad for parameter in listed if (grad := parameter.grad) is not None]
 
 
 def _total_norm(route: Route, norm_type: float, error_if_nonfinite: bool) -> Tensor:

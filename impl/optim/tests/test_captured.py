@@ -124,6 +124,24 @@ def test_steps_of_every_optimizer_are_the_plain_ones(kind: str) -> None:
     )
 
 
+def test_nested_parameter_matches_plain_step() -> None:
+    def trained(is_captured: bool) -> list[list[float]]:
+        rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+        nested, plain = torch.nn.Parameter(rows), torch.nn.Parameter(torch.ones(2, 3, 4))
+        optimizer = torch.optim.SGD([plain, nested], lr=0.1, momentum=0.5, foreach=False)
+        if is_captured:
+            capture(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (plain.sum() + (2 * nested).to_padded_tensor(0.0).sum()).backward()
+            optimizer.step()
+        if is_captured:
+            assert "nested" in str(explain(optimizer))
+        return [param.flatten().tolist() for param in (plain, *nested.unbind())]
+
+    assert trained(True) == trained(False)
+
+
 def test_every_optimizer_of_torch_is_asked_about() -> None:
     kinds = {
         name
