@@ -5,6 +5,7 @@ Units may hold nothing, only buffers or only frozen parameters, and activations 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     Twins,
     TwinsOf,
     Wrapping,
+    both_kinds,
     each_strategy,
     each_wrapping,
     flat_or_originals,
@@ -159,6 +161,51 @@ def test_hollow_models_train_like_torch(twins: Twins, wrapping: Wrapping, tree: 
 
 
 plain_steps = steps(orders=("in turn",), befores=("",))
+
+
+def penalized_gradients(scene: Scene, *, order: str, accumulates: bool) -> list[dict[str, torch.Tensor]]:
+    """Return the full gradients after each of two steps with a penalty on parameters, which are not cleared.
+
+    Args:
+        order: the penalty is computed "before" or "after" the forward, or has a backward "apart".
+        accumulates: each step has a backward inside no_sync before its last backward.
+    """
+    gradients = []
+    for _ in range(2):
+        for context in [scene.model.no_sync()] * accumulates + [contextlib.nullcontext()]:
+            with context:
+                loss = scene.loss() if order == "after" else 0
+                penalty = sum(parameter.square().sum() for parameter in scene.model.parameters())
+                if order == "apart":
+                    penalty.backward()
+                    scene.loss().backward()
+                else:
+                    (penalty + (loss if order == "after" else scene.loss())).backward()
+        gradients.append(scene.whole_gradients())
+    return gradients
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.penalties")
+@pytest.mark.parametrize("order", ["before", "after", "apart"])
+@pytest.mark.parametrize(
+    "setup",
+    [*(leaf_by_leaf(strategy, use_orig_params=True) for strategy in STRATEGIES), leaf_by_leaf("NO_SHARD")],
+    ids=[*STRATEGIES, "flat"],
+)
+def test_penalties_on_parameters_train_like_torch(cpu_twins: Twins, setup: Setup, order: str) -> None:
+    """Compare on the CPU, because torch's gradients are wrong on an asynchronous device.
+
+    torch raises for flat parameters that are sharded, if a forward precedes the penalty's backward.
+    """
+    cpu_twins.agree(penalized_gradients, setup, order=order, accumulates=False)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.penalties")
+@pytest.mark.parametrize("order", ["before", "after", "apart"])
+@both_kinds
+def test_penalties_accumulate_in_no_sync(cpu_twins: Twins, use_orig_params: bool, order: str) -> None:
+    setup = leaf_by_leaf("NO_SHARD", use_orig_params)
+    cpu_twins.agree(penalized_gradients, setup, order=order, accumulates=True)
 
 
 def outputs_in_autocast_region(scene: Scene, **wrapping: Any) -> dict[str, torch.Tensor]:

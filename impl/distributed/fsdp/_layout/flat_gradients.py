@@ -43,6 +43,7 @@ class _Unreduced:
     total: Tensor  # [padded_numel]
     views: list[Tensor]
     shown: list[_ShownUnreduced] = field(default_factory=list)
+    is_shown: bool = False  # `.grad` has the views
     is_partial: bool = False  # includes some gradients of a failed backward
 
 
@@ -53,7 +54,8 @@ class GradientShard:
         self.journal = BackwardJournal()
         self._handle = handle
         self._keeps_low_precision = keeps_low_precision
-        self._averaged: Tensor | None = None  # [shard_numel], of earlier backwards, taken aside
+        # [shard_numel], of earlier backwards, taken aside while `.grad` is unreduced.
+        self._averaged: Tensor | None = None
         self._reduced: Tensor | None = None  # [shard_numel], of this backward, not shown yet
         # [shard_numel], memory of the `.grad` of the user's own parameters.
         self._shown: Tensor | None = None
@@ -106,13 +108,14 @@ class GradientShard:
             self._shown_places = []
 
     def begin_backward(self) -> None:
-        """Set the current `.grad` aside, so that this backward is added to it."""
+        """Apply the user's changes of a published `.grad` that is unreduced.
+
+        Any other `.grad` stays, and autograd adds to it the gradients of losses that read parameters directly.
+        """
         unreduced = self._unreduced
         if unreduced is None:
-            if self._averaged is None and self._reduced is None:
-                self._averaged = self._taken_from_grad()
-                self.journal.record(self._forget_averaged)
-        elif self._is_cleared():
+            return
+        if self._is_cleared():
             self._forget_averaged()
             self._forget_unreduced()
         else:
@@ -147,6 +150,8 @@ class GradientShard:
             self.journal.record(partial(self._restore_unreduced, unreduced))
             self._unreduced = None
             total = unreduced.total.clone()
+            if unreduced.is_shown:
+                self._clear()
             _add(handle.views_of(total), grads)
             return total.to(dtype)
         buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
@@ -196,6 +201,9 @@ class GradientShard:
     def _drop(self) -> None:
         self._unreduced = self._averaged = self._shown = None
         self._shown_places = []
+        self._clear()
+
+    def _clear(self) -> None:
         for parameter in self._handle.stepped:
             parameter.grad = None
 
@@ -204,7 +212,8 @@ class GradientShard:
         earlier, self._before_microbatch = self._before_microbatch, None
         if earlier is not None:
             total = earlier if self._unreduced is None else earlier + self._unreduced.total
-            self._unreduced = _Unreduced(total, self._handle.views_of(total))
+            is_shown = self._unreduced is not None and self._unreduced.is_shown
+            self._unreduced = _Unreduced(total, self._handle.views_of(total), is_shown=is_shown)
             self._earlier_keys = [_UNREDUCED]
 
     def _run_hooks(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -266,7 +275,8 @@ class GradientShard:
         """Return the pieces of an average with their parameters, or nothing if `.grad` will be something else."""
         handle = self._handle
         is_cast = self._keeps_low_precision and handle.is_sharded
-        if self._averaged is not None or is_cast or any(map(_has_hooks, handle.stepped)):
+        has_earlier = self._averaged is not None or not self._is_cleared()
+        if has_earlier or is_cast or any(map(_has_hooks, handle.stepped)):
             return []
         pieces = handle.pieces_of(average) if handle.use_orig_params else [average]
         pairs = zip(handle.stepped, pieces, strict=True)
@@ -277,18 +287,16 @@ class GradientShard:
         self.journal.close()
         if not synced:
             if self._unreduced is not None:
+                self._averaged = _sum(self._averaged, self.current())
                 self._show_unreduced(self._unreduced)
-            else:
-                self._forget_averaged()  # still in `.grad`, since no gradient came
             return
-        averaged, self._averaged = self._averaged, None
         reduced, self._reduced = self._reduced, None
+        if reduced is None and self._averaged is None:
+            return  # `.grad` is complete
+        averaged, self._averaged = _sum(self._averaged, self.current()), None
         if reduced is not None:
             self._run_original_hooks(reduced)
-        if averaged is None:
-            averaged = reduced
-        elif reduced is not None:
-            averaged = averaged.to(reduced.dtype).add_(reduced)
+        averaged = _sum(averaged, reduced)
         if averaged is None:
             return
         if self._keeps_low_precision and self._handle.is_sharded:
@@ -363,8 +371,8 @@ class GradientShard:
         self._show_unreduced(self._unreduced)
 
     def current(self) -> Tensor | None:
-        """Return the content of `.grad`, [shard_numel], or None if there is none."""
-        if self._unreduced is not None:
+        """Return the content of `.grad`, [shard_numel], or None if there is none or it is unreduced."""
+        if self._unreduced is not None and self._unreduced.is_shown:
             return None
         return self._taken_from_grad()
 
@@ -401,7 +409,7 @@ class GradientShard:
     def _show_unreduced(self, unreduced: _Unreduced) -> None:
         handle = self._handle
         views = unreduced.views if handle.use_orig_params else [unreduced.total]
-        unreduced.shown = []
+        unreduced.shown, unreduced.is_shown = [], True
         for index, (parameter, view) in enumerate(zip(handle.stepped, views, strict=True)):
             if parameter.requires_grad:
                 _set_grad(parameter, view.detach())
@@ -442,6 +450,8 @@ class GradientShard:
 
     def _restore_unreduced(self, unreduced: _Unreduced) -> None:
         self._unreduced = unreduced
+        if unreduced.is_shown:
+            self._show_unreduced(unreduced)
 
     def _mark_partial(self) -> None:
         if self._unreduced is not None:
@@ -451,6 +461,13 @@ class GradientShard:
 def _has_hooks(parameter: Tensor) -> bool:
     hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return bool(hooks) or hasattr(parameter, IN_BACKWARD_OPTIMIZERS)
+
+
+def _sum(earlier: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients in the dtype of the new gradient. May write to the earlier gradient."""
+    if earlier is None or new is None:
+        return new if earlier is None else earlier
+    return earlier.to(new.dtype).add_(new)
 
 
 def _add(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -125,7 +125,7 @@ class Gradients(Protocol):
         """Free the memory of gradients that the user has set to None."""
 
     def begin_backward(self) -> None:
-        """Set the current `.grad` aside, so that this backward is added to it."""
+        """Prepare for a backward whose gradients are added to those of earlier backwards."""
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of all parameters to the input of the next synchronising backward."""
