@@ -338,6 +338,28 @@ def test_full_precision_in_eval_by_the_environment(twins: Twins, strategy: str) 
     assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
+def gradients_in_eval(scene: Scene) -> dict[str, Any]:
+    """Return the gradients of a backward in eval, and whether bfloat16 would round them."""
+    with _full_precision_in_eval("1"):
+        scene.model.eval()
+        scene.backward()
+    gradients = scene.gradients()
+    rounds = [bool((grad != grad.bfloat16()).any()) for grad in gradients.values() if grad is not None]
+    return {"gradients": gradients, "rounds": any(rounds)}
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
+@each_wrapping
+def test_gradients_in_eval_have_full_precision(
+    twins: Twins, wrapping: Wrapping, reduce_dtype: torch.dtype | None
+) -> None:
+    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
+    setup = leaf_by_leaf(**wrapping, mixed_precision=precision)
+    outcomes = twins.agree(gradients_in_eval, setup, tree=SIMPLE)
+    assert any(outcome.value["rounds"] for outcome in outcomes)
+
+
 def buffers_in_eval(scene: Scene) -> list[dict[str, torch.dtype]]:
     """Return the dtypes of buffers after forwards in which none, all or some of the modules evaluate.
 

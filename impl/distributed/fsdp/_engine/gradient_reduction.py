@@ -29,7 +29,9 @@ def reduce_gradients(unit: UnitParams[ParamGroup], group: ParamGroup, grads: lis
     if not group.syncs:
         gradients.accumulate_unreduced(grads)
         return
-    dtype = group.compute_dtype if reduction.casts_itself or unit.is_in_full_precision() else None
+    dtype = group.compute_dtype if reduction.casts_itself else None
+    if unit.is_in_full_precision():
+        dtype = group.dtype
     # A user's hook may keep its argument, and the buffer becomes `.grad` if nothing is sharded.
     is_scratch = reduction.hook is None and group.groups.shard is not None
     buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_scratch=is_scratch))
