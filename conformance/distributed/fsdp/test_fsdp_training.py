@@ -13,6 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
@@ -234,6 +236,40 @@ def outputs_in_autocast_region(scene: Scene, **wrapping: Any) -> dict[str, torch
 def test_autocast_region_computes_with_changed_parameters(twins: Twins, wrapping: Wrapping) -> None:
     outputs = twins.agree(outputs_in_autocast_region, **wrapping)[0].value.values()
     assert len({str(output.values.tolist()) for output in outputs}) == 4
+
+
+class Casts(TorchDispatchMode):
+    """Mode that remembers the memory of casts, without keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.outputs.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+
+def casts_of_evaluation(scene: Scene, **wrapping: Any) -> dict[str, bool]:
+    """Evaluate three units inside an autocast region. Return whether there were casts, and whether any remain."""
+    model = scene.wrap(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), units=[nn.Linear], **wrapping)
+    with torch.no_grad(), torch.autocast(scene.rank.device.type, torch.bfloat16), Casts() as casts:
+        model(torch.ones(1, 3, device=scene.rank.device))
+        remains = any(not output.expired() for output in casts.outputs)
+    return {"casts": len(casts.outputs) > 3, "remains": remains}
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.autocast_memory")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@both_kinds
+@pytest.mark.world_sizes(fewest=2)
+def test_evaluation_in_autocast_region_keeps_no_casts(
+    twins: Twins, strategy: str, use_orig_params: bool
+) -> None:
+    outcomes = twins.agree(casts_of_evaluation, strategy=strategy, use_orig_params=use_orig_params)
+    assert outcomes[0].value == {"casts": True, "remains": False}
 
 
 CHECKPOINTED = ModuleTree(

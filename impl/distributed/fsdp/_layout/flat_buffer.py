@@ -101,6 +101,8 @@ class UnshardedBuffer:
         if self.is_live and not self.aliases_shard:
             self._storage.resize_(0)
             self.is_live = False
+            # Autocast keeps casts of leaves until its region ends, which would be those of all units.
+            torch.clear_autocast_cache()
 
     def is_filled_from(self, versions: list[int]) -> bool:
         return self._filled_from == versions
