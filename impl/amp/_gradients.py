@@ -24,6 +24,7 @@ from impl.kernels import (
     are_on,
     dtypes_of,
     has_nested,
+    is_plain_strided,
     keep_layout,
     layouts_of,
     overlaps_itself,
@@ -93,13 +94,7 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
             return [*TensorList(grads).by_device().items()]
         layout = None if any(map(Tensor.is_inference, grads)) else keep_layout(grads)
         return [(device, TensorList(grads, layout))]
-    _check_no_overlap(
-        [
-            grad
-            for grad in grads
-            if type(grad) in PLAIN_TYPES and grad.layout is torch.strided and not grad.is_nested
-        ]
-    )
+    _check_no_overlap([grad for grad in grads if is_plain_strided(grad)])
     return _ordinary_last([param for param in params if param.grad is not None])
 
 

@@ -32,10 +32,18 @@ from impl.kernels._copies import (
     is_capturing,
     to_device,
 )
-from impl.kernels._dispatch import backend, flag_if_free_to_read
+from impl.kernels._dispatch import backend, flag_if_free_to_read, is_transformed
 from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._kept_layouts import keep_layout, recognize_layout, tensor_guards
-from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, has_nested, layouts_of
+from impl.kernels._lists import (
+    KERNEL_DTYPES,
+    PLAIN_TYPES,
+    are_on,
+    dtypes_of,
+    has_nested,
+    is_plain_strided,
+    layouts_of,
+)
 from impl.kernels._native import chunk_power
 from impl.kernels._native.fused_step import KnownPlaces
 from impl.kernels._native.memory import Addresses, ListLayout, TensorList, concat, list_layout
@@ -94,7 +102,9 @@ __all__ = [
     "has_nested",
     "inverse",
     "is_capturing",
+    "is_plain_strided",
     "is_profiled",
+    "is_transformed",
     "keep_layout",
     "layouts_of",
     "list_layout",

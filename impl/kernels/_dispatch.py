@@ -140,9 +140,14 @@ def is_eager(tensors: Sequence[Tensor]) -> bool:
         not torch.compiler.is_compiling()
         and PLAIN_TYPES.issuperset(map(type, tensors))
         and torch._C._len_torch_dispatch_stack() == 0
-        and peek_interpreter_stack() is None  # pyright: ignore[reportUnnecessaryComparison]  its stub is wrong
+        and not is_transformed()
         and not torch._C._is_tracing()
     )
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of `torch.func`, such as `vmap`, runs this code."""
+    return peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]  its stub is wrong
 
 
 @cache

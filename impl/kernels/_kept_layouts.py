@@ -14,8 +14,8 @@ from impl.kernels._native.memory import ListLayout, list_layout
 
 _MOST_LISTS = 32
 # Guards end the process if they reach a strided nested tensor, because torch throws in code that cannot be unwound. So
-# all tensors are checked first. Of lists with twice this number or more, only about this number are checked, spread
-# over the list, because a check of all would take up to a tenth of the time of clipping.
+# tensors are checked first: all of them in short lists. In lists with twice this number or more, only about as many are
+# checked, spread over the list, because a check of all would take up to a tenth of the time of clipping.
 _CHECKED_TENSORS = 16
 _DEVICE_TYPES = ("cpu", "cuda")
 

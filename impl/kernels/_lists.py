@@ -32,5 +32,10 @@ def has_nested(tensors: Sequence[Tensor]) -> bool:
     return any(map(_is_nested, tensors))
 
 
+def is_plain_strided(tensor: Tensor) -> bool:
+    """Return whether a tensor is a plain one with shape and strides."""
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def are_on(device: torch.device, tensors: Sequence[Tensor]) -> bool:
     return all(map(_is_cpu, tensors)) if device.type == "cpu" else set(map(_device, tensors)) == {device}

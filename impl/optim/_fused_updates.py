@@ -30,6 +30,7 @@ from impl.kernels import (
     UpdateBackend,
     flag_if_free_to_read,
     fused_step_,
+    is_plain_strided,
     is_profiled,
     to_device,
 )
@@ -435,9 +436,9 @@ def _objection_to_memory(
     """
     param = param_and_states[0]
     for tensor in (*param_and_states, grad, *([] if copy is None else [copy])):
-        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
-            nested = "nested " * tensor.is_nested
-            return f"it holds a {nested}{type(tensor).__name__} with layout {tensor.layout}"
+        if not is_plain_strided(tensor):
+            kind = f"nested {type(tensor).__name__}" if tensor.is_nested else type(tensor).__name__
+            return f"it holds a {kind} with layout {tensor.layout}"
         if tensor.device != param.device:
             return f"a tensor on {tensor.device} belongs to a parameter on {param.device}"
         if tensor.dtype not in KERNEL_DTYPES:

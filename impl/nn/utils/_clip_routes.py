@@ -28,7 +28,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.utils._foreach_utils import (
     _device_has_foreach_support,
     _group_tensors_by_device_and_dtype,
@@ -44,6 +43,8 @@ from impl.kernels import (
     are_on,
     dtypes_of,
     has_nested,
+    is_plain_strided,
+    is_transformed,
     keep_layout,
     layouts_of,
     overlaps_itself,
@@ -111,7 +112,7 @@ class TorchOperators:
         """Apply `change_` to each list. Restore all tensors if it raises."""
         lists = self._lists()
         copies: list[tuple[Tensor, Tensor]] = []
-        if not torch.compiler.is_compiling() and not _is_transformed():
+        if not torch.compiler.is_compiling() and not is_transformed():
             _check_no_hidden_overlap(self.tensors)
             is_mixed = any(type(tensor) in PLAIN_TYPES for tensor in self.tensors)
             copies = [
@@ -217,7 +218,7 @@ Route = TorchOperators | Kernels | LocalShards
 
 
 def route_for(tensors: list[Tensor], foreach: bool | None) -> Route:
-    if torch.compiler.is_compiling() or not tensors or _is_transformed():
+    if torch.compiler.is_compiling() or not tensors or is_transformed():
         return TorchOperators(tensors, foreach)
     if (layout := recognize_layout(tensors)) is not None:
         return Kernels(tensors, {tensors[0].device: TensorList(tensors, layout)}, foreach)
@@ -284,11 +285,6 @@ def _is_ordinary(tensor: Tensor) -> bool:
     )
 
 
-def _is_transformed() -> bool:
-    """Return whether a transform of `torch.func`, such as `vmap`, runs this code."""
-    return peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]  its stub is wrong
-
-
 def by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
     groups = _group_tensors_by_device_and_dtype([list(tensors)])
     return [(device, dtype, cast("list[Tensor]", group)) for (device, dtype), ([group], _) in groups.items()]
@@ -297,6 +293,9 @@ def by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torch
 def _check_no_hidden_overlap(tensors: list[Tensor]) -> None:
     """Raise if elements share memory unnoticed by torch, whose operators would change them several times."""
     for tensor in tensors:
-        is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
-        if is_plain and torch._debug_has_internal_overlap(tensor) == 2 and overlaps_itself(tensor):
+        if (
+            is_plain_strided(tensor)
+            and torch._debug_has_internal_overlap(tensor) == 2
+            and overlaps_itself(tensor)
+        ):
             raise RuntimeError(OVERLAP)
