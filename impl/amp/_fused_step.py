@@ -285,8 +285,10 @@ def clip_(step: Step, norm: Tensor) -> None:
 
     torch 2.11 has foreach operators that leave partial DTensors unchanged.
     """
+    if step.options.max_norm == math.inf:
+        return
     grads = local_parts([grad for param in step.params if (grad := param.grad) is not None])
-    if grads and step.options.max_norm < math.inf:
+    if grads:
         local_norm = local_value(norm)
         route_for(grads, None).scale_(step.options.max_norm, norm if local_norm is None else local_norm)
 
