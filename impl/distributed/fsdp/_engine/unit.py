@@ -223,15 +223,16 @@ class Unit(UnitParams[Group_co]):
         DTensors, increments no version counter. And parameters that the user lists would be unsharded: what is written
         to them is lost, and an optimizer made of them steps nothing.
         """
-        if self._gathered is None:  # perhaps resharded to fewer ranks
-            for group in () if self.awaits_backward else self.param_groups:
-                group.discard_post_forward_shards()
-        elif self._gathered.is_kept_by_user:
+        if self._gathered is not None and self._gathered.is_kept_by_user:
             return
-        elif self.awaits_backward:
-            self._gathered.may_be_stale = True
-        else:
+        if self.awaits_backward:
+            if self._gathered is not None:
+                self._gathered.may_be_stale = True
+        elif self._gathered is not None:
             self.reshard()
+        else:  # perhaps resharded to fewer ranks
+            for group in self.param_groups:
+                group.discard_post_forward_shards()
 
     def _prefetch_for_forward(self) -> None:
         if self.config.forward_prefetch:

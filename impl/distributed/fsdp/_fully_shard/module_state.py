@@ -70,9 +70,8 @@ class ModuleState:
         self._pending_modules: set[nn.Module] = set()  # modules left in a forward, for units of several
         # Only the root's state has one, after its first forward.
         self.own_root: Root | None = None
-        self._state_refs: Sequence[
-            weakref.ref[ModuleState]
-        ] = ()  # states of the model, from the first forward on
+        # The states of the model, from the first forward on.
+        self._state_refs: Sequence[weakref.ref[ModuleState]] = ()
         # Prefix and error texts of the last load of each module with parameters of the unit.
         self._loads: dict[nn.Module, tuple[str, list[str]]] = {}
         for module in modules:

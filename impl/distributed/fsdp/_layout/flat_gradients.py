@@ -54,8 +54,7 @@ class GradientShard:
         self.journal = BackwardJournal()
         self._handle = handle
         self._keeps_low_precision = keeps_low_precision
-        # [shard_numel], of earlier backwards, taken aside while `.grad` is unreduced.
-        self._averaged: Tensor | None = None
+        self._averaged: Tensor | None = None  # [shard_numel], averages beside an unreduced `.grad`
         self._reduced: Tensor | None = None  # [shard_numel], of this backward, not shown yet
         # [shard_numel], memory of the `.grad` of the user's own parameters.
         self._shown: Tensor | None = None
@@ -297,8 +296,7 @@ class GradientShard:
         if reduced is not None:
             self._run_original_hooks(reduced)
         averaged = _sum(averaged, reduced)
-        if averaged is None:
-            return
+        assert averaged is not None
         if self._keeps_low_precision and self._handle.is_sharded:
             averaged = averaged.to(self._handle.compute_dtype)
         self.show(averaged)

@@ -452,9 +452,8 @@ class FlatParamHandle:
     def _register_flat_param(self, flat_param: FlatParameter | None = None) -> None:
         """Register an unsharded flat parameter, or the sharded one if it is None."""
         if self._flat_param_place is not None:
-            self._flat_param_place[0][self._flat_param_place[1]] = (
-                self.flat_param if flat_param is None else flat_param
-            )
+            registry, name = self._flat_param_place
+            registry[name] = self.flat_param if flat_param is None else flat_param
 
     def _unregister_flat_param(self) -> None:
         if self._flat_param_place is not None:

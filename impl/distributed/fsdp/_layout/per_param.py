@@ -460,9 +460,13 @@ class DTensorGroup:
         return tensors
 
     def use_sharded_views(self, *, after_forward: bool = False) -> None:
-        self._post_forward_shards = shards = self._new_post_forward_shards() if after_forward else []
-        mesh, pairs = self._backward_mesh, zip(self.params, shards, strict=False)
-        self._post_forward_params = [] if mesh is None else [p.post_forward_param(s, mesh) for p, s in pairs]
+        shards = self._new_post_forward_shards() if after_forward else []
+        self._post_forward_shards, self._post_forward_params = shards, []
+        if shards and self._backward_mesh is not None:
+            self._post_forward_params = [
+                param.post_forward_param(shard, self._backward_mesh)
+                for param, shard in zip(self.params, shards, strict=True)
+            ]
         self.is_shown = False
         self._registration.register(self._with_substitutes(self._own_tensors()))
 

@@ -65,8 +65,8 @@ def save(
     Args:
         path: a folder that all ranks can access, or a link to one. It must be a checkpoint or not exist.
         model: a model sharded by FullyShardedDataParallel or by `fully_shard`. Tensors that are not sharded are saved
-            from the first rank, also if they differ between ranks like the buffers of BatchNorm. Extra
-            states of modules may contain what `others` may contain.
+            from the first rank, also if they differ between ranks like the buffers of BatchNorm. Extra states of
+            modules may contain what `others` may contain.
         others: objects by names of your choice. Their states must be equal on all ranks, and contain only numbers,
             strings, tensors and containers of them.
         process_group: the ranks that take part, by default all.
