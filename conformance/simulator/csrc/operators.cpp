@@ -224,7 +224,7 @@ class Call {
     return false;
   }
 
-  // Return whether `out` had other sizes.
+  // Give `out` the sizes of `like`. Return whether it had others.
   static bool resize_as(const Tensor& out, const Tensor& like) {
     if (out.sizes() == like.sizes()) return false;
     out.resize_(like.sizes());
@@ -334,7 +334,7 @@ class Call {
     TORCH_CHECK(!by_shapes_alone(), "sim: what ", name(), " returns depends on data, so its shapes alone do not say it");
     for (size_t i = 0; i < args_.size(); i++)
       if (is_out(i)) cpu_[i] = empty_on(c10::kCPU, args_[i].toTensor());
-    auto inputs = cpu_;
+    auto passed = cpu_;
     auto cpu = std::make_shared<Stack>(std::move(cpu_));
     auto error = std::make_shared<std::exception_ptr>();
     enqueue(stream_, name(), {[op = op_, cpu, error] {
@@ -352,8 +352,8 @@ class Call {
     };
     for (size_t i = 0; i < args_.size(); i++) {
       if (!is_out(i)) continue;
-      resize_as(args_[i].toTensor(), inputs[i].toTensor());
-      fill(args_[i].toTensor(), inputs[i].toTensor());
+      resize_as(args_[i].toTensor(), passed[i].toTensor());
+      fill(args_[i].toTensor(), passed[i].toTensor());
     }
     give_back([&](size_t i) {
       return mapped((*cpu)[i], [&](const Tensor& from) {
