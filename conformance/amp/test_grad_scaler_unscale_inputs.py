@@ -296,7 +296,7 @@ def test_parameter_that_is_no_tensor_raises(compare: Compare, device: str, stran
 @clause("amp.grad_scaler.unscale_.refuses_whole")
 @pytest.mark.parametrize("method", ["unscale_", "step"])
 def test_nested_gradient_raises(compare: Compare, method: str) -> None:
-    """An implementation that recognises earlier lists by shapes and strides must not query them here."""
+    """A nested gradient lacks the shape and strides by which a list may be recognised. Plain ones came before it."""
 
     def outcome(library: Library) -> Outcome:
         plain, nested = Gradient((2, 3, 4)).parameter("cpu"), nested_parameter()

@@ -172,17 +172,20 @@ def penalized_gradients(scene: Scene, *, order: str, accumulates: bool) -> list[
         order: the penalty is computed "before" or "after" the forward, or has a backward "apart".
         accumulates: each step has a backward inside no_sync before its last backward.
     """
+
+    def penalty() -> torch.Tensor:
+        return torch.stack([parameter.square().sum() for parameter in scene.model.parameters()]).sum()
+
+    terms = [scene.loss, penalty] if order == "after" else [penalty, scene.loss]
     gradients = []
     for _ in range(2):
         for context in [scene.model.no_sync()] * accumulates + [contextlib.nullcontext()]:
             with context:
-                loss = scene.loss() if order == "after" else 0
-                penalty = sum(parameter.square().sum() for parameter in scene.model.parameters())
                 if order == "apart":
-                    penalty.backward()
-                    scene.loss().backward()
+                    for term in terms:
+                        term().backward()
                 else:
-                    (penalty + (loss if order == "after" else scene.loss())).backward()
+                    (terms[0]() + terms[1]()).backward()
         gradients.append(scene.whole_gradients())
     return gradients
 

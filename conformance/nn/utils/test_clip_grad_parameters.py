@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[Library, list[torch.nn.Parameter], bool | None], Any]
 def test_nested_gradient_matches_torch(
     compare: Compare, call: str, foreach: bool | None, position: int
 ) -> None:
-    """An implementation that recognises earlier lists by shapes and strides must not query them here."""
+    """A nested gradient lacks the shape and strides by which a list may be recognised. Plain ones came before it."""
 
     def outcome(library: Library) -> Outcome:
         params = [Gradient((2, 3, 4), seed=seed).parameter("cpu") for seed in range(3)]

@@ -140,10 +140,10 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
 @clause("nn.utils.clip_grad.get_total_norm.transforms")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf], ids=repr)
-def test_total_norm_inside_transforms(
+def test_total_norm_inside_transforms_matches_torch(
     compare: Compare, device: str, norm_type: float, transform: str
 ) -> None:
-    """Clipping of the gradients of each sample (DP-SGD) takes the norm inside of vmap."""
+    """DP-SGD clips the gradients of each sample, and so takes their norm inside vmap."""
 
     def outcome(library: Library) -> Outcome:
         def norm(row: torch.Tensor) -> torch.Tensor:
