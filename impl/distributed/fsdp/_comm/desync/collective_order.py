@@ -18,7 +18,7 @@ defaults.
   user's collective for a rank that waits here is named. If a collective fails or reaches the group's time-out,
   the monitors are called: a rank that does not answer has ended or is stopped, and is named.
 
-The first difference is the verdict. The monitors read the store once a second, so every rank gets it. It is raised
+The first difference is the verdict. The monitors read the store every 0.25 s, so every rank gets it. It is raised
 from a collective that waits, or else at the next collective or at the end of the step. A group with a verdict trains
 no more. Before they raise, ranks complete the collectives that only some of them have entered
 (`entered_collectives.py`), so that the user's own collectives over the group keep working, and those that save the
@@ -56,7 +56,7 @@ from impl.distributed.fsdp._comm.desync.monitor import CollectiveHistory, Desync
 from impl.distributed.fsdp._comm.group_collectives import blocks_host
 from impl.distributed.fsdp._comm.transport import Complete, OwnFault, issue_and_wait
 
-_SLICE = timedelta(seconds=1)
+_SLICE = timedelta(seconds=0.25)
 _MEETING_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.05
 # The collectives that followed a collective, each with the collectives that followed it.

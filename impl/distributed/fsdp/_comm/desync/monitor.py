@@ -37,9 +37,11 @@ WITHOUT = " without "
 # Entry of a unit whose parameters were kept unsharded and written to since.
 GATHERED_AGAIN = "gathered again, since its shard was written to,"
 
-_LOOK_S = 1.0  # pause between reads of the store
+_LOOK_S = 0.25  # pause between reads of the store
 # Limit for all ranks of a group together, because one process serves the store.
 _LOOKS_A_SECOND = 256
+_ANSWER_S = 3.0  # time for an answer of a live rank, also on a busy machine
+_STUCK_S = 1.0  # shortest time in a user's collective that counts as waiting
 _LONG_S = 5.0  # limit of a collective, and of a comparison
 _SETTLING_LOOK_S = 0.01
 _KEPT_SPANS = 64
@@ -138,7 +140,7 @@ class DesyncMonitor:
     def stop(self) -> None:
         self._closed.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(2 * _LOOK_S)
+            self._thread.join(_ANSWER_S)
 
     def announce_rendezvous(self, number: int, entry: str) -> None:
         """Ask the monitors of ranks that issue another collective at this number to report it."""
@@ -182,7 +184,9 @@ class DesyncMonitor:
         try:
             now = self._history.now
             self._post("span", start=now.start, entries=now.entries)
-            answers = self.store.collect_replies(self._post("call"), within_s=3 * self._look_s)
+            answers = self.store.collect_replies(
+                self._post("call"), within_s=max(_ANSWER_S, 3 * self._look_s)
+            )
             if not self.verdict:
                 self._publish_verdict(f"{failed}; {self._whereabouts(answers)}")
         except dist.DistError:
@@ -195,7 +199,8 @@ class DesyncMonitor:
         try:
             while True:
                 try:
-                    span = self._closed.get(timeout=self._look_s)
+                    is_settling = self.peers_complete_collectives and not self._verdict_number
+                    span = self._closed.get(timeout=_SETTLING_LOOK_S if is_settling else self._look_s)
                 except queue.Empty:
                     self._look_at_the_clock()
                     self._read_messages()
@@ -290,7 +295,7 @@ class DesyncMonitor:
         if current is None or current != earlier:
             self._elsewhere = (current, now_s)
             return False
-        waits_for_it = self._ranks[rank] in current.ranks and now_s - since_s >= self._look_s
+        waits_for_it = self._ranks[rank] in current.ranks and now_s - since_s >= max(_STUCK_S, self._look_s)
         if not waits_for_it or self._history.now.stop >= other.stop:
             return False
         self._publish_verdict(
