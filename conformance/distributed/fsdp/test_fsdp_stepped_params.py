@@ -12,7 +12,7 @@ from torch import nn
 from conformance.distributed.fsdp.scenes.forked_model import Forked
 from conformance.distributed.fsdp.scenes.fsdp_training import clean
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
-from conformance.distributed.fsdp.scenes.twins import Twins, Wrapping, each, each_wrapping
+from conformance.distributed.fsdp.scenes.twins import Twins, Wrapping, each, each_strategy, each_wrapping
 from conformance.judge.clauses import clause
 
 
@@ -124,3 +124,43 @@ def test_unused_parameters_of_used_units_are_stepped_with_zeros(
     unused = {"sometimes.0.weight", "sometimes.0.bias"}
     for outcome in twins.agree(unused_parameters, is_unit=is_unit, **wrapping):
         assert unused & {*outcome.value["changed"]} == (set() if is_unit else unused)
+
+
+class Scaled(nn.Module):
+    """Module that trains one element itself, which only one rank has."""
+
+    def __init__(self, frozen: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.shift = nn.Parameter(torch.zeros(frozen))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.scale + self.shift.sum()
+
+
+def forward_before_step(scene: Scene, *, frozen: int, **wrapping: Any) -> dict[str, torch.Tensor]:
+    """Run a forward between each backward and its step. Return the last output and the parameters.
+
+    Args:
+        frozen: number of frozen elements in the unit of the trained element.
+    """
+    model = filled(Scaled(frozen))
+    model = scene.wrap(model, units=[nn.Linear], use_orig_params=True, **wrapping)
+    model.shift.requires_grad = False
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    x = torch.linspace(-1, 1, 15, device=scene.rank.device).view(5, 3)
+    for _ in range(3):
+        scene.mean(lambda rank: model(x + rank).square().mean()).backward()
+        output = model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"output": output, **scene.whole_parameters(model)}
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
+@pytest.mark.deviation("fsdp.step_after_evaluation")
+@each_strategy
+@pytest.mark.parametrize("frozen", [1, 16])
+def test_element_on_one_rank_is_stepped_after_forward(twins: Twins, strategy: str, frozen: int) -> None:
+    twins.deviate_to_unsharded(forward_before_step, frozen=frozen, strategy=strategy, may_agree=True)

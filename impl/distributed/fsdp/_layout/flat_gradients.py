@@ -11,6 +11,7 @@ from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,8 @@ class GradientShard:
         # [shard_numel], memory of the `.grad` of the user's own parameters.
         self._shown: Tensor | None = None
         self._shown_places: list[tuple[int, torch.Size] | None] = []  # address and shape of each
+        # A backward has published gradients, which the user may have cleared since.
+        self._was_shown = False
         self._unreduced: _Unreduced | None = None
         # [padded_numel], unreduced sum before the running microbatch, until it is reduced.
         self._before_microbatch: Tensor | None = None
@@ -74,13 +77,17 @@ class GradientShard:
             raise RuntimeError("FSDP optimizer in backward only supported with use_orig_params=True!")
 
     def exist_on_any_rank(self) -> bool:
-        """Return whether any rank has gradients to step with.
+        """Return whether any rank has gradients to step with, the same on every rank.
 
-        A rank without elements cannot see that they were cleared.
+        A rank without trained elements cannot see that they were cleared. So if there is one, no rank counts it.
         """
-        if not self._handle.use_orig_params:
-            return self._handle.flat_param.grad is not None
-        return self._shown is not None and not (any(self._shown_places) and self._is_cleared())
+        handle = self._handle
+        if not handle.use_orig_params:
+            return handle.flat_param.grad is not None
+        trained = [parameter.requires_grad for parameter in handle.parameters]
+        if not handle.layout.is_on_every_rank(compress(handle.layout.slots, trained)):
+            return self._was_shown
+        return self._shown is not None and not self._is_cleared()
 
     def has_unreduced(self) -> bool:
         """Return whether gradients of earlier backwards without synchronisation are still unreduced."""
@@ -200,6 +207,7 @@ class GradientShard:
     def _drop(self) -> None:
         self._unreduced = self._averaged = self._shown = None
         self._shown_places = []
+        self._was_shown = False
         self._clear()
 
     def _clear(self) -> None:
@@ -329,7 +337,7 @@ class GradientShard:
         if not handle.use_orig_params:
             _set_grad(handle.flat_param, shard)
             return
-        self._shown = shard
+        self._shown, self._was_shown = shard, True
         pieces = handle.pieces_of(shard)
         self._shown_places = [None if piece is None else (piece.data_ptr(), piece.shape) for piece in pieces]
         for parameter, piece in zip(handle.parameters, pieces, strict=True):

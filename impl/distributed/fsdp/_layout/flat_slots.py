@@ -8,7 +8,7 @@ widths. Its tail may be short or empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,6 +61,14 @@ class FlatLayout:
         first = rank * self.shard_numel
         start, stop = max(slot.start, first), min(slot.stop, first + self.shard_numel)
         return Piece(start - first, stop - start) if start < stop else None
+
+    def is_on_every_rank(self, slots: Iterable[Slot]) -> bool:
+        """Return whether every rank owns elements of at least one of these parameters."""
+        owners: set[int] = set()
+        for slot in slots:
+            if slot.numel:
+                owners.update(range(slot.start // self.shard_numel, (slot.stop - 1) // self.shard_numel + 1))
+        return len(owners) == self.world
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
