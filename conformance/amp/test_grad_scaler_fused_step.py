@@ -33,6 +33,7 @@ from conformance.strategies.fused_steps import (
     by_one,
     state_of,
 )
+from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Harness
 
 
@@ -54,6 +55,30 @@ def test_iterations_match_four_calls(
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.5, math.inf, 0.0])
 def test_norms_of_every_order(fused: FusedStep, kind: str, norm_type: float) -> None:
     fused.judge_scenario(kind, [None, math.nan, None], 0.5, norm_type)
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@TORCH_HAS_NO_FUSED_STEP
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 7)])
+def test_groups_can_be_reordered(fused: FusedStep, device: str, kind: str, sizes: tuple[int, int]) -> None:
+    """Groups with equal settings may be updated together, in the order of the first step."""
+
+    def reported(library: Library, take: Take) -> list[Outcome]:
+        gradients = tuple(
+            Gradient((size,), seed=size, scale=scale) for size, scale in zip(sizes, (1, 4), strict=True)
+        )
+        harness = Harness(library, device, gradients, KINDS[kind])
+        states: list[Outcome] = []
+        for _ in range(2):
+            harness.zero_grad()
+            harness.backward()
+            take(harness, math.inf)
+            states.append(state_of(harness))
+            harness.optimizer.param_groups.reverse()
+        return states
+
+    fused.judge_states(reported)
 
 
 def by_a_compiled_step(harness: Harness, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

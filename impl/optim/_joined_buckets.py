@@ -31,14 +31,15 @@ class JoinedBucket(NamedTuple):
 
 class _Entry(NamedTuple):
     bucket: Bucket
+    members: list[Bucket]  # the buckets in it, in its order
     # Addresses of parameters and states, or None if the bucket is that of one group.
     addresses: Addresses | None
 
     def fits(self, members: Sequence[_Member]) -> bool:
-        """Return whether these are all members, and no tensor that an update writes got other memory."""
+        """Return whether these are the members, and no tensor that an update writes got other memory."""
         return (
             self.addresses is not None
-            and len(self.bucket.params) == sum(len(bucket.params) for _, bucket in members)
+            and self.members == [bucket for _, bucket in members]
             and not self.addresses.changed_address()
             and not self.bucket.has_moved_counters()
         )
@@ -97,7 +98,7 @@ class JoinedBuckets:
         if len(members) > 1 and (entry is None or not entry.fits(members)):
             entry = self._entry_of([bucket for _, bucket in members])
         if len(members) == 1 or entry is None:
-            self._by_member.update((bucket, _Entry(bucket, None)) for _, bucket in members)
+            self._by_member.update((bucket, _Entry(bucket, [bucket], None)) for _, bucket in members)
             return [
                 JoinedBucket(group_lists.group, bucket, group_lists.replays)
                 for group_lists, bucket in members
@@ -107,13 +108,13 @@ class JoinedBuckets:
         replays = all(group_lists.replays for group_lists, _ in members)
         return [JoinedBucket(members[0][0].group, entry.bucket, replays)]
 
-    def _entry_of(self, buckets: Sequence[Bucket]) -> _Entry | None:
+    def _entry_of(self, buckets: list[Bucket]) -> _Entry | None:
         """Return the joined bucket, or None if two tensors may share memory, like a counter of several parameters."""
         bucket = Bucket.join(buckets)
         written = [tensor for tensor in chain.from_iterable(self._written(bucket)) if tensor is not None]
         if may_share_memory(written):
             return None
-        return _Entry(bucket, Addresses(written[: len(written) - len(bucket.steps)]))
+        return _Entry(bucket, buckets, Addresses(written[: len(written) - len(bucket.steps)]))
 
     def _written(self, bucket: Bucket) -> list[list[Any]]:
         return [bucket.params, *map(bucket.__getitem__, self._rule.STATES), bucket.steps]
