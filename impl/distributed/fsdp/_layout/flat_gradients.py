@@ -293,7 +293,8 @@ class GradientShard:
         """Publish the gradients of this backward in `.grad`."""
         self.journal.close()
         if not synced:
-            if self._unreduced is not None:
+            # If this backward added nothing, the user's changes of `.grad` stay until the next one.
+            if self._unreduced is not None and not self._unreduced.shown:
                 self._averaged = _sum(self._averaged, self.current())
                 self._show_unreduced(self._unreduced)
             return
