@@ -65,6 +65,41 @@ def test_step_of_parameters_unread_by_backward_is_allowed(
     )
 
 
+def cleared_in_step(scene: Scene, how: dict[str, bool], cleared: str) -> torch.Tensor:
+    """Train units that stay unsharded over three steps. Return the output.
+
+    At the end of each step, a hook clears the gradients of the parameters whose names begin with `cleared`.
+    """
+    model = blocks().to(scene.rank.device)
+    scene.shard_children(model)
+    model.set_reshard_after_backward(False)
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(named.values(), 0.01, **how)
+
+    def clear(*_: Any) -> None:
+        for name, param in named.items():
+            if name.startswith(cleared):
+                param.grad = None
+
+    optimizer.register_step_post_hook(clear)
+    for number in range(3):
+        scene.mean(lambda rank, number=number: model(_batch(scene, rank + number)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model(batch_of(scene, 0)).detach()
+
+
+@clause("distributed.fsdp.fully_shard.unsharded_over_a_step")
+@pytest.mark.deviation("fully_shard.unsharded_over_a_step")
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize("cleared", ["", "1."], ids=["all", "one unit"])
+@pytest.mark.world_sizes(fewest=2)
+def test_step_that_clears_gradients_is_seen(
+    plain_twins: PlainTwins, how: dict[str, bool], cleared: str
+) -> None:
+    plain_twins.deviate_to_unsharded(cleared_in_step, how=how, cleared=cleared)
+
+
 def cast_between(scene: Scene, stays_unsharded: bool) -> None:
     """Run a backward and a forward after the model was cast between forward and backward."""
     model = blocks()

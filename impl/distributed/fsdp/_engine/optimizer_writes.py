@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, MutableMapping
-from weakref import WeakMethod, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from impl.optim._param_groups import params_of
-from impl.optim._step_checks import register_after_step
+from impl.optim._step_checks import register_after_step, register_step_check
 
 _tracked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # tracked parameters by id
 # For each tracked parameter a weak method that returns whether any rank has gradients.
 _have_gradients: MutableMapping[Tensor, WeakMethod[Callable[[], bool]]] = WeakIdKeyDictionary()
+# The ids of the DTensors that had gradients before the running step of each optimizer.
+_had_gradients: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
 
 
 def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callable[[], bool]) -> None:
@@ -42,7 +44,15 @@ def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callabl
 
 @functools.cache
 def _hook_steps() -> None:
-    register_after_step(_after_step)  # compiled steps increment the counters
+    # Compiled steps increment the counters.
+    register_step_check(_before_step)
+    register_after_step(_after_step)
+
+
+def _before_step(optimizer: Optimizer) -> None:
+    _had_gradients[optimizer] = {
+        id(param) for param in params_of(optimizer) if isinstance(param, DTensor) and param.grad is not None
+    }
 
 
 def _after_step(optimizer: Optimizer) -> None:
@@ -50,7 +60,13 @@ def _after_step(optimizer: Optimizer) -> None:
     tracked = [parameter for parameter in stepped if _tracked.get(id(parameter)) is parameter]
     # No gradient is left if a hook of the optimizer has cleared all of them.
     written = [parameter for parameter in tracked if _is_written(parameter)] or tracked
-    written += [param for param in stepped if isinstance(param, DTensor) and param.grad is not None]
+    had_gradients = _had_gradients.pop(optimizer, set())
+    # The optimizer or its hooks may have cleared gradients, and a closure may have computed them.
+    written += [
+        param
+        for param in stepped
+        if isinstance(param, DTensor) and (param.grad is not None or id(param) in had_gradients)
+    ]
     torch.autograd.graph.increment_version(written)
 
 
