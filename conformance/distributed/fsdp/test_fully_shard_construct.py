@@ -145,6 +145,31 @@ def test_sharded_modules_get_new_class(plain_twins: PlainTwins) -> None:
     plain_twins.agree(attributes)
 
 
+def loaded_from_copy(scene: Scene, trains_before: bool) -> list[torch.Tensor]:
+    """Copy a plain module inside a unit, train, and load the state of the copy again.
+
+    Return this rank's part of the module's weight at the copy, after training and after loading.
+    """
+    inner = scene.leaf_by_leaf().body.parts[0].inner
+    if trains_before:
+        scene.train()
+        scene.model.zero_grad()  # DTensors with gradients cannot be copied
+    backup = copy.deepcopy(inner)
+    weights = [inner.weight.to_local().detach().clone()]
+    scene.train()
+    weights.append(inner.weight.to_local().detach().clone())
+    inner.load_state_dict(backup.state_dict())
+    return [*weights, inner.weight.to_local().detach()]
+
+
+@clause("distributed.fsdp.fully_shard.module_class")
+@pytest.mark.parametrize("trains_before", [False, True])
+def test_plain_module_inside_unit_can_be_copied(plain_twins: PlainTwins, trains_before: bool) -> None:
+    before, trained, loaded = plain_twins.agree(loaded_from_copy, trains_before=trains_before)[0].value
+    assert not torch.equal(trained.values, before.values)
+    assert torch.equal(loaded.values, before.values)
+
+
 class _Adapted(nn.Module):
     """Module whose `named_parameters` only yields trained parameters, or unregistered copies of them."""
 

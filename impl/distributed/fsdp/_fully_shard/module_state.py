@@ -83,6 +83,10 @@ class ModuleState:
             param.unit_state = weakref.ref(self)
         self._hook_state_dicts({place.module for param in params for place in param.info.locations})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        """Return this state. A copy of a plain module inside a unit has the hooks of the module, which refer to it."""
+        return self
+
     def _hook_state_dicts(self, owners: Iterable[nn.Module]) -> None:
         """Register hooks so that modules with the unit's parameters have the shards when they are saved or loaded."""
         for owner in owners:
