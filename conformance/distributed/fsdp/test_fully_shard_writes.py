@@ -344,6 +344,26 @@ def test_forward_does_not_warn_on_rank_with_frozen_elements_only(plain_twins: Pl
     assert all(outcome.value["warned"] == [] for outcome in outcomes)
 
 
+def optimizer_made_before_backward(scene: Scene) -> Any:
+    """Create an optimizer between a forward and its backward. Return the result or error of its first step."""
+    model = scene.shard(blocks())
+    loss = model(batch_of(scene, 0)).sum()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss.backward()
+    before = held(model)
+    return {"step": tried(optimizer.step), "trained": str(held(model)) != str(before)}
+
+
+@clause("distributed.fsdp.fully_shard.optimizer_made_before")
+@pytest.mark.deviation("fsdp.optimizer_made_before")
+def test_step_of_unsharded_parameters_is_an_error(plain_twins: PlainTwins) -> None:
+    plain_twins.deviate(
+        optimizer_made_before_backward,
+        torch_does=each(lambda outcome: outcome == {"step": None, "trained": False}),
+        we_do=each(lambda outcome: str(outcome["step"]).startswith("RuntimeError: ")),
+    )
+
+
 def optimizer_made_before(scene: Scene, is_replaced: bool) -> Any:
     """Create an optimizer before sharding. Return the result or error of its first step."""
     model = blocks()

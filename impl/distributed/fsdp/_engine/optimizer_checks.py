@@ -1,4 +1,4 @@
-"""Checks that refuse steps of optimizers that were made before sharding or have unsharded states."""
+"""Checks that refuse steps of optimizers that have unsharded parameters or states."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def note_sharding() -> None:
 
 
 def _check_params(optimizer: Optimizer) -> None:
-    """Check that the model still has the optimizer's parameters.
+    """Check that the optimizer's parameters are not the original or the unsharded ones of a sharded model.
 
-    Replaced parameters with gradients are those of another module, which is not sharded.
+    Such parameters with gradients are those of another module, which is not sharded.
     """
     if optimizer in _checked:
         return
@@ -35,9 +35,9 @@ def _check_params(optimizer: Optimizer) -> None:
     replaced = [(param, owned[0]) for param in params if (owned := owner_of_replaced(param)) is not None]
     if replaced and all(param.grad is None for param, _ in replaced):
         raise RuntimeError(
-            f"the optimizer steps {describe_names([name for _, name in replaced])} as they were before sharding, "
-            "which get no gradients any more; make the optimizer of model.parameters() after fully_shard or "
-            "FullyShardedDataParallel"
+            f"the optimizer steps {describe_names([name for _, name in replaced])} as they were before sharding or "
+            "are while unsharded, which get no gradients; make the optimizer of model.parameters() after fully_shard "
+            "or FullyShardedDataParallel, and not between a forward and its backward"
         )
     _checked.add(optimizer)
 

@@ -16,6 +16,7 @@ from impl.distributed.fsdp._layout.cast_shards import ShardVersions
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension
 from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, has_grad_dtype, is_wider
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, leading_view, offsets
+from impl.distributed.fsdp._params.param_registration import note_replaced
 
 _ALIGNMENT = 16  # alignment in bytes for any dtype
 
@@ -114,6 +115,7 @@ class UnshardedParams:
             # The tensor of an extension replaces this view once it is gathered.
             tensor = param.info.wrap_local(view)
             self.views.append(nn.Parameter(tensor, requires_grad=param.sharded.requires_grad))
+            note_replaced(self.views[-1], param.name, param)  # an optimizer must not step it
         self._packings: dict[int, Packing] = {}
         # Parameters that are sharded by columns: gathered memory, and the run to copy it to.
         self._columns: list[tuple[ShardedParam, Tensor, Tensor]] = []
