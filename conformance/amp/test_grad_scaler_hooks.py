@@ -183,8 +183,8 @@ def overriding(library: Library, hook: str, device: str) -> type:
     class Overridden(base):
         log: list[str]
 
-    def _unscale_grads_(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
-        """Unscale nothing, and report an inf in every second call."""
+    def _unscale_grads_(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, *allow_fp16: bool) -> Any:
+        """Unscale nothing, and report an inf in every second call. torch passes all arguments by position."""
         self.log.append(f"{float(inv_scale)} {float(found_inf)} {allow_fp16}")
         return {torch.device(device): torch.tensor(float(len(self.log) % 2), device=device)}
 

@@ -669,9 +669,8 @@ class GradScaler(StepReports):
         """Check the gradients, including float16 ones, and leave them scaled."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         inv_scale = torch.ones((), dtype=torch.float32, device=scale.device)
-        local_found_inf = self._unscale_grads_(
-            optimizer, inv_scale, torch.zeros_like(inv_scale), allow_fp16=True
-        )
+        # torch passes all arguments by position, which overriding methods may rely on.
+        local_found_inf = self._unscale_grads_(optimizer, inv_scale, torch.zeros_like(inv_scale), True)
         return self._record_check(optimizer, local_found_inf)["found_inf_per_device"]
 
     def _found_inf_per_device(self, optimizer: _Optimizer) -> Found:
