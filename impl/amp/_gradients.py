@@ -261,13 +261,17 @@ def first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
 
 
 def named_params(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    """Return the optimizer's parameters with the names that it knows, or else with group, index and shape."""
+    """Return the optimizer's parameters with the names that it knows, or else with group, index and shape.
+
+    The names of a group whose list was changed since are not used.
+    """
     named: list[tuple[str, Tensor]] = []
     for g, group in enumerate(optimizer.param_groups):
-        names: Any = group.get("param_names")
+        names: Any = group.get("param_names") or ()
+        are_current = len(names) == len(group["params"])
         for i, param in enumerate(group["params"]):
             label = f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}"
-            named.append((names[i] if names else label, param))
+            named.append((names[i] if are_current else label, param))
     return named
 
 
