@@ -427,7 +427,8 @@ class DTensorGroup:
 
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedParams:
         unsharded = self.unsharded_params or self.unsharded(dtype)
-        unsharded.follow_requires_grad()
+        unsharded.share_requires_grad(self._post_forward_params)
+        unsharded.record_trainable()
         if not self.is_shown or self._substitutes:
             self._registration.register(self._unsharded_tensors(unsharded.views))
             self.is_shown = True
@@ -460,6 +461,8 @@ class DTensorGroup:
         return tensors
 
     def use_sharded_views(self, *, after_forward: bool = False) -> None:
+        if self.unsharded_params is not None:
+            self.unsharded_params.share_requires_grad(self._post_forward_params)
         shards = self._new_post_forward_shards() if after_forward else []
         self._post_forward_shards, self._post_forward_params = shards, []
         if shards and self._backward_mesh is not None:

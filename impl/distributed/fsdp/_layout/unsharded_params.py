@@ -16,6 +16,7 @@ from impl.distributed.fsdp._layout.cast_shards import ShardVersions
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension
 from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, has_grad_dtype, is_wider
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, leading_view, offsets
+from impl.distributed.fsdp._params.autograd import runs_backward
 from impl.distributed.fsdp._params.param_registration import note_replaced
 
 _ALIGNMENT = 16  # alignment in bytes for any dtype
@@ -116,10 +117,13 @@ class UnshardedParams:
             tensor = param.info.wrap_local(view)
             self.views.append(nn.Parameter(tensor, requires_grad=param.sharded.requires_grad))
             note_replaced(self.views[-1], param.name, param)  # an optimizer must not step it
+        # Last common settings of the sharded and the unsharded parameters.
+        self._requires_grads = [param.sharded.requires_grad for param in params]
         self._packings: dict[int, Packing] = {}
         # Parameters that are sharded by columns: gathered memory, and the run to copy it to.
         self._columns: list[tuple[ShardedParam, Tensor, Tensor]] = []
         self._filled_from = ShardVersions([], [])
+        self._is_trainable: list[bool] = []
         self.trainable: list[Tensor] = []
         self.has_frozen = False
         self.grad_dtypes: list[torch.dtype | None] = []
@@ -217,13 +221,41 @@ class UnshardedParams:
                 self.views[index] = extension.unsharded(self.dtypes[index])
                 _set_grad_dtype(self.views[index], self._view_grad_dtypes[index])
 
-    def follow_requires_grad(self) -> None:
-        requires_grads = [param.sharded.requires_grad for param in self._params]
-        if requires_grads != [view.requires_grad for view in self.views]:
-            for view, requires_grad in zip(self.views, requires_grads, strict=True):
-                view.requires_grad = requires_grad
-        self.trainable = [*itertools.compress(self.views, requires_grads)]
-        self.has_frozen = not all(requires_grads)
+    def share_requires_grad(self, post_forward_params: Sequence[nn.Parameter]) -> None:
+        """Set `requires_grad` of all forms of a parameter to the setting of the form that the user has changed.
+
+        This is the form that modules had at the time, or another form that the user had listed before.
+
+        Args:
+            post_forward_params: the forms that modules have if this rank keeps other shards for a backward, or none.
+        """
+        before = self._requires_grads
+        forms = [[param.sharded for param in self._params], self.views]
+        if post_forward_params:
+            forms.append(list(post_forward_params))
+        settings = [[param.requires_grad for param in params] for params in forms]
+        if all(setting == before for setting in settings):
+            return
+        self._requires_grads = [
+            last if all(setting is last for setting in by_form) else not last
+            for last, *by_form in zip(before, *settings, strict=True)
+        ]
+        for params in forms:
+            for param, requires_grad in zip(params, self._requires_grads, strict=True):
+                # functorch's transforms refuse the method `requires_grad_`.
+                param.requires_grad = requires_grad
+
+    def record_trainable(self) -> None:
+        """Record the trainable parameters for the next backward.
+
+        A backward keeps those that were trainable in its forward, because nodes of the graph still read them.
+        """
+        now = self._requires_grads
+        if runs_backward() and self._is_trainable:
+            now = [is_now or was for is_now, was in zip(now, self._is_trainable, strict=True)]
+        self._is_trainable = now
+        self.trainable = [*itertools.compress(self.views, now)]
+        self.has_frozen = not all(now)
 
     def record_filled(self) -> list[int]:
         """Record that the parameters have the shards' current values. Return the indices of changed parameters.
