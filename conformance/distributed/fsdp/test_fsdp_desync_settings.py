@@ -177,9 +177,9 @@ def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
     loaded = load_library(library)
     policy = loaded.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = loaded.find(FULLY_SHARD)(Blocks((8,)), mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
     if rank.rank == ASTRAY:
         model.unshard()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
     tensors: list[torch.Tensor] = []
     for step in range(2):
         tensors += train_step(model, "train", seeding.generator(10 * step + rank.rank))
