@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
+from impl.distributed.fsdp._layout.reduced_grads import ReducedGrads
 from impl.distributed.fsdp._params.autograd import apply_gradient_hooks, call_hook
 from impl.distributed.fsdp._params.managed import IN_BACKWARD_OPTIMIZERS
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
@@ -63,6 +64,8 @@ class GradientShard:
         # A backward has published gradients, which the user may have cleared since.
         self._was_shown = False
         self._unreduced: _Unreduced | None = None
+        # `.grad` of an unreduced sum that the running backward has reduced.
+        self._reduced_grads: ReducedGrads | None = None
         # [padded_numel], unreduced sum before the running microbatch, until it is reduced.
         self._before_microbatch: Tensor | None = None
         self._earlier_keys: list[Hashable] = []  # key of that sum, once it was reduced
@@ -96,7 +99,7 @@ class GradientShard:
         return self._unreduced is not None or self._before_microbatch is not None
 
     def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
-        if self._unreduced is None:
+        if self._unreduced is None and self._reduced_grads is None:
             return []
         handle = self._handle
         names = [slot.name for slot in handle.layout.slots]
@@ -149,15 +152,10 @@ class GradientShard:
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
         """Return all gradients that are not averaged, with `grads` added, [padded_numel]."""
-        self._add_earlier_microbatches()
-        unreduced, handle, grads = self._unreduced, self._handle, self._run_hooks(grads)
+        handle, grads = self._handle, self._run_hooks(grads)
         dtype = dtype or handle.reduce_dtype
-        if unreduced is not None:
-            self.journal.record(partial(self._restore_unreduced, unreduced))
-            self._unreduced = None
-            total = unreduced.total.clone()
-            if unreduced.is_shown:
-                self._clear()
+        total = self._take_unreduced()
+        if total is not None:
             _add(handle.views_of(total), grads)
             return total.to(dtype)
         buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
@@ -199,8 +197,7 @@ class GradientShard:
             parts = [(param, piece) for param, piece in pairs if piece is not None]
             held[_AVERAGED] = HeldGradient(averaged, parts)
         if unreduced is not None:
-            views = unreduced.views if handle.use_orig_params else [unreduced.total]
-            parts = list(zip(handle.stepped, views, strict=True))
+            parts = list(zip(handle.stepped, self._views_shown(unreduced), strict=True))
             held[_UNREDUCED] = HeldGradient(unreduced.total, parts)
         return held
 
@@ -214,14 +211,21 @@ class GradientShard:
         for parameter in self._handle.stepped:
             parameter.grad = None
 
-    def _add_earlier_microbatches(self) -> None:
-        """Add the unreduced sum before the running microbatch to the gradients that are reduced now."""
-        earlier, self._before_microbatch = self._before_microbatch, None
+    def _take_unreduced(self) -> Tensor | None:
+        """Return a copy of the sum of all unreduced gradients, which are reduced now, or None if there are none."""
+        earlier, unreduced = self._before_microbatch, self._unreduced
+        if earlier is None and unreduced is None:
+            return None
+        self.journal.record(partial(self._restore_unreduced, unreduced, earlier))
+        self._before_microbatch = self._unreduced = None
         if earlier is not None:
-            total = earlier if self._unreduced is None else earlier + self._unreduced.total
-            is_shown = self._unreduced is not None and self._unreduced.is_shown
-            self._unreduced = _Unreduced(total, self._handle.views_of(total), is_shown=is_shown)
             self._earlier_keys = [_UNREDUCED]
+        if unreduced is None:
+            assert earlier is not None
+            return earlier.clone()
+        if unreduced.is_shown:
+            self._reduced_grads = ReducedGrads(self._handle.stepped)
+        return unreduced.total.clone() if earlier is None else earlier + unreduced.total
 
     def _run_hooks(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the hooks of a flat parameter on this rank's gradients, and return the results.
@@ -282,8 +286,8 @@ class GradientShard:
         """Return the pieces of an average with their parameters, or nothing if `.grad` will be something else."""
         handle = self._handle
         is_cast = self._keeps_low_precision and handle.is_sharded
-        has_earlier = self._averaged is not None or not self._is_cleared()
-        if has_earlier or is_cast or any(map(_has_hooks, handle.stepped)):
+        has_grads = self._reduced_grads.has_others() if self._reduced_grads else not self._is_cleared()
+        if self._averaged is not None or has_grads or is_cast or any(map(_has_hooks, handle.stepped)):
             return []
         pieces = handle.pieces_of(average) if handle.use_orig_params else [average]
         pairs = zip(handle.stepped, pieces, strict=True)
@@ -292,6 +296,10 @@ class GradientShard:
     def end_backward(self, synced: bool) -> None:
         """Publish the gradients of this backward in `.grad`."""
         self.journal.close()
+        if self._reduced_grads is not None:
+            self._reduced_grads.release()
+            self._reduced_grads.clear()
+            self._reduced_grads = None
         if not synced:
             # If this backward added nothing, the user's changes of `.grad` stay until the next one.
             if self._unreduced is not None and not self._unreduced.shown:
@@ -378,8 +386,9 @@ class GradientShard:
         self._show_unreduced(self._unreduced)
 
     def current(self) -> Tensor | None:
-        """Return the content of `.grad`, [shard_numel], or None if there is none or it is unreduced."""
-        if self._unreduced is not None and self._unreduced.is_shown:
+        """Return the content of `.grad`, [shard_numel], or None if there is none or it is not an average."""
+        is_unreduced = self._unreduced is not None and self._unreduced.is_shown
+        if is_unreduced or self._reduced_grads is not None:
             return None
         return self._taken_from_grad()
 
@@ -413,11 +422,14 @@ class GradientShard:
                 piece.copy_(grad)
         return shard
 
+    def _views_shown(self, unreduced: _Unreduced) -> list[Tensor]:
+        """Return the unreduced `.grad` of each stepped parameter."""
+        return unreduced.views if self._handle.use_orig_params else [unreduced.total]
+
     def _show_unreduced(self, unreduced: _Unreduced) -> None:
-        handle = self._handle
-        views = unreduced.views if handle.use_orig_params else [unreduced.total]
+        stepped, views = self._handle.stepped, self._views_shown(unreduced)
         unreduced.shown, unreduced.is_shown = [], True
-        for index, (parameter, view) in enumerate(zip(handle.stepped, views, strict=True)):
+        for index, (parameter, view) in enumerate(zip(stepped, views, strict=True)):
             if parameter.requires_grad:
                 _set_grad(parameter, view.detach())
                 assert parameter.grad is not None
@@ -455,10 +467,23 @@ class GradientShard:
     def _forget_reduced(self) -> None:
         self._reduced = None
 
-    def _restore_unreduced(self, unreduced: _Unreduced) -> None:
-        self._unreduced = unreduced
-        if unreduced.is_shown:
-            self._show_unreduced(unreduced)
+    def _restore_unreduced(self, unreduced: _Unreduced | None, earlier: Tensor | None) -> None:
+        """Undo `_take_unreduced`. What the user has cleared in `.grad` since then stays cleared."""
+        self._unreduced, self._before_microbatch = unreduced, earlier
+        if earlier is not None:
+            self._earlier_keys = []
+        reduced_grads, self._reduced_grads = self._reduced_grads, None
+        if reduced_grads is None or unreduced is None:
+            return
+        reduced_grads.release()
+        views = self._views_shown(unreduced)
+        for index in reduced_grads.replaced:
+            parameter = self._handle.stepped[index]
+            # Without a clear, `.grad` is a gradient of the backward that raised.
+            is_cleared = parameter.grad is None or not parameter.grad.any()
+            parameter.grad = None
+            if not is_cleared:
+                _set_grad(parameter, views[index].detach())
 
     def _mark_partial(self) -> None:
         if self._unreduced is not None:

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.judge.judgement import unavailable
 from conformance.ranks import Rank, RankPool
-from impl.distributed.fsdp import fully_shard
+from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from impl.distributed.fsdp._comm.desync.foreign_collective import foreign_collective
 from impl.distributed.fsdp._engine.phase import Phase
 from impl.distributed.fsdp.tests.streamed import PLAIN, call, loss_of, model_of, world_of
+
+CPU = torch.device("cpu")
 
 
 class Raising(torch.autograd.Function):
@@ -104,6 +107,30 @@ def test_gradients_from_before_a_backward_that_raised_are_kept() -> None:
         grads = [p.grad for p in model.parameters()]
     assert len(grads) == len(before) > 0
     assert all(grad is not None for grad in grads)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_unreduced_gradients_are_restored_after_penalty_of_failed_backward(use_orig_params: bool) -> None:
+    """The penalty's gradient arrives between the reduction of its unit and the failure, and replaces `.grad`."""
+
+    def accumulated(*, fails: bool) -> list[Tensor | None]:
+        with world_of(1):
+            torch.manual_seed(0)
+            wrap = partial(FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=CPU)
+            first, second = (wrap(nn.Linear(2, 2)) for _ in range(2))
+            model = wrap(nn.Sequential(first, second))
+            x = torch.ones(1, 2, requires_grad=True)
+            with model.no_sync():
+                model(x).sum().backward()
+            if fails:
+                y = Raising.apply(x)
+                penalty = torch.stack([param.square().sum() for param in second.parameters()]).sum()
+                with pytest.raises(ValueError, match="raised in backward"):
+                    (model(y).sum() + penalty).backward()
+            model(x).sum().backward()
+            return [parameter.grad for parameter in model.parameters()]
+
+    torch.testing.assert_close(accumulated(fails=True), accumulated(fails=False), rtol=0, atol=0)
 
 
 def test_inner_module_runs_after_failed_backward() -> None:
