@@ -100,6 +100,7 @@ class _Outcome:
 
     share: Tensor  # f32, 0-dim: share of the ranks that took part, or 0.0
     is_bad: Tensor  # f32, 0-dim: 1.0 if a rank has found inf or nan
+    begins_sum: Tensor  # f32, 0-dim: 1.0 if the sum before it was dropped
     is_skipped: bool  # whether this rank has called `skip`
     # Names of this rank's parameters, and whether their gradients hold inf or nan, as bool [names].
     nonfinite: Sequence[tuple[Sequence[str], Tensor]]
@@ -107,7 +108,11 @@ class _Outcome:
 
 @dataclass
 class Accumulation:
-    """Microbatches of one optimizer since the last `update`."""
+    """Microbatches of one optimizer since the last `update`.
+
+    A rank that holds no gradients cannot see that the user has dropped a sum. So it keeps the outcomes of that sum,
+    which do not count.
+    """
 
     outcomes: list[_Outcome] = field(default_factory=list[_Outcome])
     is_open: bool = False
@@ -124,13 +129,24 @@ class Accumulation:
                 "first"
             )
 
+    def _first(self, device: torch.device) -> Tensor:
+        """Return the index of the first microbatch of the current sum, f32, 0-dim."""
+        begins = torch.stack([to_device(outcome.begins_sum, device) for outcome in self.outcomes])
+        return (begins * torch.arange(len(begins), device=device)).amax()
+
+    def _of_sum(self, numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the number of each microbatch, f32, with zeros for those before the current sum."""
+        counts = torch.arange(len(numbers), device=device) >= self._first(device)
+        return torch.where(counts, torch.stack([to_device(number, device) for number in numbers]), 0.0)
+
     def _taken(self, device: torch.device) -> Tensor:
-        return torch.stack([to_device(outcome.share, device) for outcome in self.outcomes]).sum()
+        return self._of_sum([outcome.share for outcome in self.outcomes], device).sum()
 
     def scaled(self, scale: Tensor) -> Tensor:
         """Return the scale of gradients that are the sum over those who took part, and must be divided for them."""
         taken = self._taken(scale.device)
-        return scale * torch.where(taken > 0, taken / len(self.outcomes), 1.0)
+        microbatches = len(self.outcomes) - self._first(scale.device)
+        return scale * torch.where(taken > 0, taken / microbatches, 1.0)
 
     def is_empty(self, device: torch.device) -> Tensor:
         """Return 1.0 if no rank took part in a microbatch that was taken, else 0.0."""
@@ -143,15 +159,19 @@ class Accumulation:
             step_flags: flags of the optimizer's step, on `device`. They are set too if no microbatch was taken.
             device: device of the results.
         """
-        is_bad = torch.stack([to_device(outcome.is_bad, device) for outcome in self.outcomes]).amax()
+        is_bad = self._of_sum([outcome.is_bad for outcome in self.outcomes], device).amax()
         has_taken = self._taken(device) > 0
         return [is_bad, *(torch.where(has_taken, flag, 0.0) for flag in step_flags)]
 
     def skipped(self, groups: Sequence[dist.ProcessGroup | None]) -> list[SkippedMicrobatch]:
-        """Return what ranks have left out. Sync: one for each microbatch. Collectives: one for each group."""
+        """Return what ranks have left out.
+
+        Sync: one, and one for each microbatch. Collectives: one for each group.
+        """
         rank = rank_in(groups)
         skipped: list[SkippedMicrobatch] = []
-        for index, outcome in enumerate(self.outcomes):
+        first = int(self._first(self.outcomes[0].share.device)) if self.outcomes else 0
+        for index, outcome in enumerate(self.outcomes[first:]):
             if outcome.is_skipped:
                 skipped.append(SkippedMicrobatch(index, rank, ()))
             elif outcome.is_bad.item():
@@ -287,7 +307,8 @@ def run_microbatch(
     """
     region = _Region(optimizer, has_peers)
     earlier = region.begin()
-    if accumulation.has_sum and not earlier:
+    begins_sum = accumulation.has_sum and not earlier
+    if begins_sum:
         # The user has dropped the sum, and begins a new one.
         accumulation.outcomes.clear()
     accumulation.is_open = True
@@ -296,7 +317,8 @@ def run_microbatch(
         with torch.no_grad():
             held, reduced_again = region.end()
             checks = _check(region.named(list(held.values())))
-            outcome = _combine(checks, region.microbatch.is_skipped, device_of(), groups)
+            is_skipped = region.microbatch.is_skipped
+            outcome = _combine(checks, is_skipped, device_of(), groups, begins_sum=begins_sum)
             grads = {key: grad.tensor for key, grad in held.items()}
             _check_apart(earlier, grads)
             # A reduction has mixed this microbatch with earlier ones. If it was bad, they are reduced without it.
@@ -354,19 +376,22 @@ def _combine(
     is_skipped: bool,
     device: torch.device,
     groups: Sequence[dist.ProcessGroup | None],
+    *,
+    begins_sum: bool,
 ) -> _Outcome:
     """Return the outcome for all ranks. Sync: none on one device. Collectives: one all-gather for each group."""
     flags = [to_device(check.found_inf, device) for check in checks]
     found_inf = torch.stack(flags).amax() if flags else torch.zeros((), device=device)
-    share = torch.full((), float(not is_skipped), device=device)
+    share, begins = (torch.full((), float(flag), device=device) for flag in (not is_skipped, begins_sum))
     if groups:
-        numbers = torch.stack([found_inf, share, torch.ones((), device=device)])
+        numbers = torch.stack([found_inf, share, begins, torch.ones((), device=device)])
         for group in groups:
             numbers = all_gather_numbers(numbers, group).sum(0)
-        bad_ranks, participants, ranks = numbers.unbind()
+        bad_ranks, participants, beginning_ranks, ranks = numbers.unbind()
         found_inf, share = (bad_ranks > 0).float(), participants / ranks
+        begins = (beginning_ranks > 0).float()
     nonfinite = [(check.names, check.are_nonfinite) for check in checks]
-    return _Outcome(torch.where(found_inf > 0, 0.0, share), found_inf, is_skipped, nonfinite)
+    return _Outcome(torch.where(found_inf > 0, 0.0, share), found_inf, begins, is_skipped, nonfinite)
 
 
 def _check_apart(sums: _Grads, grads: _Grads) -> None:

@@ -497,7 +497,7 @@ class GradScaler(StepReports):
                 in `no_sync` of DistributedDataParallel; or torch has sharded it.
         Sync: none, with dense gradients on the device of the scale. One if a backward reduces gradients of earlier
             microbatches that ran without synchronisation, as after `no_sync`.
-        Collectives: one all-gather of three numbers for each group that parameters are sharded or replicated over (FSDP
+        Collectives: one all-gather of four numbers for each group that parameters are sharded or replicated over (FSDP
             and DTensors), or over the group of a `ShardedGradScaler`. If a bad microbatch was reduced with earlier
             ones, they are reduced again. If two microbatches have gradients of one DTensor with different placements,
             both are redistributed to its placements.

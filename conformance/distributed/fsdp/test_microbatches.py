@@ -311,6 +311,70 @@ def test_rank_with_fewer_batches_keeps_scale_of_others(twins_of: TwinsOf, device
         assert_close(values, parameters)
 
 
+class Scaled(nn.Module):
+    """Module with one trained element, which only one rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def cleared_between_microbatches(
+    scene: Scene, *, scaler: str, factors: Sequence[float], cleared_before: int, how: str
+) -> Any:
+    """Run microbatches of a module with one element, and a step.
+
+    Args:
+        factors: gradient of each microbatch.
+        cleared_before: index of the microbatch before which the gradients are cleared.
+        how: the method that steps.
+
+    Returns:
+        The elements of this rank, whether the step was taken, the scale, and the indices of skipped microbatches.
+    """
+    device = scene.rank.device
+    sharded = scene.wrap(Scaled().to(device), use_orig_params=True)
+    optimizer = SGD(sharded.parameters(), lr=LEARNING_RATE)
+    its_scaler = scene.library.find(scaler)(device.type, init_scale=SCALE)
+    for number, factor in enumerate(factors):
+        if number == cleared_before:
+            optimizer.zero_grad()
+        with its_scaler.microbatch(optimizer):
+            its_scaler.scale(sharded(torch.full((1,), factor, device=device)).sum()).backward()
+    if how == "fused_step":
+        its_scaler.fused_step(optimizer, update=False)
+    else:
+        its_scaler.step(optimizer)
+    its_scaler.update()
+    elements = [element for param in sharded.parameters() for element in param.tolist()]
+    skipped = [entry.position for entry in its_scaler.skipped_microbatches(optimizer)]
+    return elements, its_scaler.step_was_taken(optimizer), its_scaler.get_scale(), skipped
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.microbatch.cleared")
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize(
+    ("last", "average", "scale", "skipped"),
+    [(4.0, 6.0, SCALE, []), (math.inf, 4.0, SCALE / 2, [1])],
+    ids=["good", "bad"],
+)
+@pytest.mark.parametrize("how", ["step", "fused_step"])
+@EACH_SCALER
+def test_ranks_without_elements_begin_new_sum(
+    twins: Twins, *, scaler: str, how: str, last: float, average: float, scale: float, skipped: list[int]
+) -> None:
+    """The sum that is cleared has a bad microbatch. The `last` microbatch of the next sum may be bad too."""
+    outcomes = twins.values(
+        cleared_between_microbatches,
+        scaler=scaler, factors=[1.0, math.inf, 2.0, last], cleared_before=2, how=how,
+    )  # fmt: skip
+    assert [element for elements, *_ in outcomes for element in elements] == [1 - LEARNING_RATE * average]
+    assert [outcome for _, *outcome in outcomes] == [[True, scale, skipped]] * len(outcomes)
+
+
 def limited(scene: Scene, *, limit: int) -> Any:
     """Return after how many steps, which rank 1 spoils, the scaler with the limit raises, and the text."""
     device, rank = scene.rank.device, scene.rank.rank
