@@ -190,19 +190,6 @@ def not_reached(scene: Scene) -> list[Tensor]:
     return [output(scene)]
 
 
-def cleared_before_other_unit(scene: Scene, *, set_to_none: bool) -> list[Tensor]:
-    """Clear gradients while they wait, then run a backward in no_sync without one of their units."""
-    backward(scene, 0)
-    with scene.model.no_sync():
-        backward(scene, 1)
-    scene.model.zero_grad(set_to_none=set_to_none)
-    with scene.model.no_sync():
-        backward(scene, 0, forks=False)
-    backward(scene, 2)
-    step(scene)
-    return [output(scene)]
-
-
 def moved(scene: Scene) -> list[Tensor]:
     """Move the model to its current device while gradients wait to be averaged."""
     backward(scene, 0)
@@ -217,17 +204,7 @@ def moved(scene: Scene) -> list[Tensor]:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.waiting_gradients")
 @pytest.mark.deviation("fsdp.waiting_gradients")
 @each_wrapping
-@pytest.mark.parametrize(
-    "does",
-    [
-        zeroed,
-        replaced_gradients,
-        not_reached,
-        partial(cleared_before_other_unit, set_to_none=True),
-        partial(cleared_before_other_unit, set_to_none=False),
-        moved,
-    ],
-)
+@pytest.mark.parametrize("does", [zeroed, replaced_gradients, not_reached, moved])
 def test_unreduced_gradients_follow_changes_of_grad(twins: Twins, does: Does, wrapping: Wrapping) -> None:
     twins.deviate_to_unsharded(written, does=does, **wrapping, may_agree=True)
 

@@ -535,10 +535,16 @@ class FSDPModule(_BaseForTypeCheckers):
             raise
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients. First end a failed backward, in which modules have parameters that are not stepped."""
+        """Clear the gradients, also of sharded parameters whose module is unsharded at the moment.
+
+        First end a failed backward, in which modules have parameters that are not stepped.
+        """
         if self._state.has_root:
             self._state.unit.root.handle_failed_backward()
         super().zero_grad(*args, **kwargs)
+        unsharded = [group for group in self._groups(recurse=True) if group.is_shown]
+        params = [param.sharded for group in unsharded for param in group.params]
+        nn.ParameterList(params).zero_grad(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the shards."""
