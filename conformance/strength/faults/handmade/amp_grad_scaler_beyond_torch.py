@@ -91,6 +91,18 @@ def clips_before_unscaling(
     return original(self, optimizer, max_norm / self.get_scale(), *args, **more)
 
 
+@broken("fused_step", "fused_step")
+def groups_in_first_order(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    """Groups that were reordered are stepped with each other's gradients."""
+    stepped = list(parameters(optimizer))
+    first = vars(optimizer).setdefault("_faulty_order", stepped)
+    grads = [parameter.grad for parameter in first]
+    for parameter, grad in zip(stepped, grads, strict=False):
+        if grad is not None and grad.shape == parameter.shape:
+            parameter.grad = grad
+    return original(self, optimizer, *args, **more)
+
+
 @contextlib.contextmanager
 def other_gradients(optimizer: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Context manager in which all gradients are replaced by `change(grad)`."""

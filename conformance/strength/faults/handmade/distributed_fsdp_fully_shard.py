@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any
@@ -116,6 +117,30 @@ def _warn_of_writes(module: Any, inputs: Any) -> None:
         if version == param._version and value.shape == local.shape and not torch.equal(value, local):
             warnings.warn(f"`.data` of {name} was assigned", stacklevel=1)
         before[name] = local.clone(), param._version
+
+
+@sharding()
+def unsharded_cannot_be_frozen(
+    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
+) -> None:
+    """`requires_grad_` has no effect on a module while it is unsharded."""
+    shard()
+
+    def freeze(module: Any, requires_grad: bool = True) -> Any:
+        if any(map(is_dtensor, module.parameters())):
+            type(module).requires_grad_(module, requires_grad)
+        return module
+
+    for module in modules:
+        vars(module)["requires_grad_"] = functools.partial(freeze, module)
+
+
+@sharding()
+def unsharded_keep_gradients(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    """`zero_grad` of a model does not clear the gradients of modules that are unsharded."""
+    shard()
+    for module in modules:
+        vars(module)["zero_grad"] = functools.partial(torch.nn.Module.zero_grad, module)
 
 
 # -- deferred reductions

@@ -234,6 +234,17 @@ def no_sync_in_mixed_precision_fails(backward: Backward) -> None:
 
 
 @in_no_sync()
+def cleared_gradients_return(backward: Backward) -> None:
+    """Gradients that were cleared come back after a backward in no_sync that does not reach their parameters."""
+    last = vars(backward.model).setdefault("_faulty_gradients", {})
+    for parameter in backward.model.parameters():
+        if parameter.grad is not None:
+            last[parameter] = parameter.grad.clone()
+        elif backward.is_in_no_sync and parameter in last:
+            set_grad(parameter, last[parameter])
+
+
+@in_no_sync()
 def mean_over_backwards(backward: Backward) -> None:
     """Gradients accumulated in no_sync are divided by the number of backwards."""
     model = backward.model
