@@ -96,8 +96,8 @@ def train(
         accumulates: type of another backward that comes first in each step: `synchronised`, `unsynchronised` or
             `throughout`.
             With `throughout`, the backward that fails is not synchronised either.
-        clears: whether the gradients of the second step are cleared: by the `model`, or by the optimizer, which may set
-            them `to zero`. Gradients that are not cleared count in the third step.
+        clears: whether the gradients of the second step are cleared: by the `model`, by a loop over its `parameters`,
+            or by the optimizer, which may set them `to zero`. Gradients that are not cleared count in the third step.
     """
     training = _Training(scene, api)
     training.communicate(fails)
@@ -113,6 +113,9 @@ def train(
             training.fail(fails, number, "no_sync" if accumulates == "throughout" else "")
             if clears == "model":
                 training.model.zero_grad()
+            elif clears == "parameters":
+                for parameter in training.model.parameters():
+                    parameter.grad = None
             elif clears:
                 training.clear(accumulates, set_to_none=clears != "to zero")
     return {"losses": losses, "parameters": training.parameters()}
@@ -398,6 +401,17 @@ def test_gradients_of_earlier_backwards_count(twins: Twins, api: Api, accumulate
 def test_gradients_of_earlier_backwards_are_cleared_by_the_model(twins: Twins, api: Api) -> None:
     """The model's `zero_grad` clears gradients even if the model is still in the backward that raised."""
     _judge(twins, api, fails="inside unit", accumulates="synchronised", clears="model")
+
+
+@clause("distributed.fsdp.failures.in_a_backward")
+@pytest.mark.deviation("fsdp.behind_a_failed_backward")
+@pytest.mark.parametrize("accumulates", ["synchronised", "unsynchronised"])
+@pytest.mark.parametrize("api", ["flat", "originals"])
+def test_gradients_of_earlier_backwards_are_cleared_through_parameters(
+    twins: Twins, api: str, accumulates: str
+) -> None:
+    """`parameters()` returns those that the optimizer steps, although a unit is in the backward that raised."""
+    _judge(twins, _APIS[api], fails="inside unit", accumulates=accumulates, clears="parameters")
 
 
 @clause("distributed.fsdp.failures.in_a_backward")

@@ -322,7 +322,11 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         return self._without_prefix(super().named_buffers(*args, **kwargs))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return named parameters, inside `summon_full_params` with the names from before wrapping."""
+        """Return named parameters, inside `summon_full_params` with the names from before wrapping.
+
+        First end a failed backward, in which modules have parameters that are not stepped.
+        """
+        self._end_failed_backward()
         return cast(
             "Iterator[tuple[str, nn.Parameter]]",
             self._without_prefix(super().named_parameters(*args, **kwargs)),
@@ -438,8 +442,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Move or cast the shards. The parameters follow."""
         unit = self._unit
-        if self._root is not None:
-            self._root.handle_failed_backward()
+        self._end_failed_backward()
         if unit.phase is not Phase.IDLE:
             raise RuntimeError(f"the parameters cannot be moved or cast in the middle of {unit.phase.value}")
         unit.reshard()
@@ -455,11 +458,14 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. First end a failed backward, in which modules have parameters that are not stepped."""
-        if self._root is not None:
-            self._root.handle_failed_backward()
+        self._end_failed_backward()
         super().zero_grad(set_to_none)
 
     # Tandem's own
+
+    def _end_failed_backward(self) -> None:
+        if self._root is not None:
+            self._root.handle_failed_backward()
 
     def _check_idle(self) -> None:
         if self.training_state is not TrainingState.IDLE:
