@@ -19,6 +19,10 @@ from conformance.judge.clauses import clause
 SHARDED_BY = ("flat", "flat SHARD_GRAD_OP", "originals", "originals SHARD_GRAD_OP", "fully_shard", "kept")
 
 
+def _raise(*_: Any) -> None:
+    raise KeyError("amid the forward")
+
+
 class Loop:
     """A training loop of a model with a unit that only some forwards use. Each method is an event.
 
@@ -55,9 +59,10 @@ class Loop:
         stack.callback(self.model.set_requires_gradient_sync, True)
         return stack
 
-    def backward(self, *, forks: bool = True) -> None:
+    def backward(self, *, forks: bool = True, forwards: int = 1) -> None:
         # fully_shard averages waiting gradients only in a backward of their unit.
-        self._loss(forks=forks or "sometimes" in self.waiting).backward()
+        forks = forks or "sometimes" in self.waiting
+        torch.stack([self._loss(forks=forks) for _ in range(forwards)]).sum().backward()
         self.waiting.clear()
 
     def accumulate(self, *, forks: bool = True) -> None:
@@ -74,6 +79,14 @@ class Loop:
             with pytest.raises(KeyError, match="amid the backward"):
                 result.backward()
         self.clear(by=by)
+
+    def fail_forward(self) -> None:
+        """Run a forward that raises before its last unit. Gradients of earlier backwards stay."""
+        with (
+            self.model.always.register_forward_pre_hook(_raise),
+            pytest.raises(KeyError, match="amid the forward"),
+        ):
+            self._loss(forks=True)
 
     def clear(self, *, by: str, set_to_none: bool = True) -> None:
         self._average_uncleared()
@@ -96,6 +109,15 @@ class Loop:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def load(self) -> None:
+        self.model.load_state_dict({name: value * 0.75 for name, value in self.model.state_dict().items()})
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write to the parameters that the optimizer steps."""
+        for parameter in self.optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.75)
+
     def evaluate(self) -> None:
         self.outputs.append(output(self.scene))
 
@@ -108,12 +130,15 @@ _BACKWARD: Event = ("backward", {})
 _ACCUMULATE: Event = ("accumulate", {})
 _WITHOUT_UNIT = {"forks": False}
 EVENTS: dict[str, list[dict[str, Any]]] = {
-    "backward": [{}, _WITHOUT_UNIT],
+    "backward": [{}, _WITHOUT_UNIT, {"forwards": 2}],
     "accumulate": [{}, _WITHOUT_UNIT],
     "fail": [{"by": by, "waits": waits} for by in ("optimizer", "model") for waits in (True, False)],
+    "fail_forward": [{}],
     "clear": [{"by": by, "set_to_none": sets} for by in ("optimizer", "model") for sets in (True, False)],
     "freeze": [{}, {"thaws": True}],
     "step": [{}],
+    "load": [{}],
+    "write": [{}],
     "evaluate": [{}],
     "forward": [{}],
 }
