@@ -37,9 +37,10 @@ def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callabl
         have_gradients: a method, referenced weakly. It returns whether any rank has gradients of these parameters.
     """
     _hook_steps()
+    method = WeakMethod(have_gradients)
     for parameter in parameters:
         _tracked[id(parameter)] = parameter
-        _have_gradients[parameter] = WeakMethod(have_gradients)
+        _have_gradients[parameter] = method
 
 
 @functools.cache
@@ -59,7 +60,8 @@ def _after_step(optimizer: Optimizer) -> None:
     stepped = params_of(optimizer)
     tracked = [parameter for parameter in stepped if _tracked.get(id(parameter)) is parameter]
     # No gradient is left if a hook of the optimizer has cleared all of them.
-    written = [parameter for parameter in tracked if _is_written(parameter)] or tracked
+    answers: dict[int, bool] = {}
+    written = [parameter for parameter in tracked if _is_written(parameter, answers)] or tracked
     had_gradients = _had_gradients.pop(optimizer, set())
     # The optimizer or its hooks may have cleared gradients, and a closure may have computed them.
     written += [
@@ -70,9 +72,17 @@ def _after_step(optimizer: Optimizer) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def _is_written(parameter: Tensor) -> bool:
-    """Return whether a step on any rank writes to the parameter. Ranks without elements of it must notice too."""
+def _is_written(parameter: Tensor, answers: dict[int, bool]) -> bool:
+    """Return whether a step on any rank writes to the parameter. Ranks without elements of it must notice too.
+
+    Args:
+        parameter: a tracked parameter.
+        answers: of each method that was asked for this step, by id, because it reads all parameters of its unit.
+    """
     if parameter.grad is not None or parameter.numel() > 0:
         return parameter.grad is not None
-    have_gradients = _have_gradients[parameter]()
-    return have_gradients is not None and have_gradients()
+    method = _have_gradients[parameter]
+    if id(method) not in answers:
+        have_gradients = method()
+        answers[id(method)] = have_gradients is not None and have_gradients()
+    return answers[id(method)]

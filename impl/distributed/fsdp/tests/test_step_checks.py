@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from conformance.strategies.user_optimizers import CountingOnDevices, Plain
 from impl.amp import GradScaler, autocast
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
 from impl.optim._fused_updates import has_fused_update
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -33,6 +34,26 @@ def test_checks_of_sharding_leave_fused_updates_possible() -> None:
     assert not has_fused_update(plain)
     hook.remove()
     assert has_fused_update(plain)
+
+
+class Unit:
+    """The gradients of a unit, which counts how often a step asks for them."""
+
+    asked = 0
+
+    def have_gradients(self) -> bool:
+        self.asked += 1
+        return True
+
+
+def test_step_asks_each_unit_once_about_ranks_without_elements() -> None:
+    """The answer reads all parameters of the unit, and with many ranks most parameters have no elements."""
+    unit, parameters = Unit(), [nn.Parameter(torch.ones(0)) for _ in range(3)]
+    track_optimizer_writes(parameters, unit.have_gradients)
+    before = [parameter._version for parameter in parameters]
+    torch.optim.SGD(parameters).step()
+    assert unit.asked == 1
+    assert all(parameter._version > version for parameter, version in zip(parameters, before, strict=True))
 
 
 @pytest.mark.parametrize("method", ["step", "fused_step"])
