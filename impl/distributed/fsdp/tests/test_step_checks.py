@@ -39,10 +39,10 @@ def test_checks_of_sharding_leave_fused_updates_possible() -> None:
 class Unit:
     """The gradients of a unit, which counts how often a step asks for them."""
 
-    asked = 0
+    questions = 0
 
     def have_gradients(self) -> bool:
-        self.asked += 1
+        self.questions += 1
         return True
 
 
@@ -52,7 +52,7 @@ def test_step_asks_each_unit_once_about_ranks_without_elements() -> None:
     track_optimizer_writes(parameters, unit.have_gradients)
     before = [parameter._version for parameter in parameters]
     torch.optim.SGD(parameters).step()
-    assert unit.asked == 1
+    assert unit.questions == 1
     assert all(parameter._version > version for parameter, version in zip(parameters, before, strict=True))
 
 
