@@ -87,10 +87,10 @@ class GradientShard:
         handle = self._handle
         if not handle.use_orig_params:
             return handle.flat_param.grad is not None
+        if self._shown is not None and not self._is_cleared():
+            return True
         trained = [parameter.requires_grad for parameter in handle.parameters]
-        if not handle.layout.is_on_every_rank(compress(handle.layout.slots, trained)):
-            return self._was_shown
-        return self._shown is not None and not self._is_cleared()
+        return self._was_shown and not handle.layout.is_on_every_rank(compress(handle.layout.slots, trained))
 
     def has_unreduced(self) -> bool:
         """Return whether gradients of earlier backwards without synchronisation are still unreduced."""
