@@ -126,7 +126,7 @@ def test_unused_parameters_of_used_units_are_stepped_with_zeros(
         assert unused & {*outcome.value["changed"]} == (set() if is_unit else unused)
 
 
-class Scaled(nn.Module):
+class ScaledLayers(nn.Module):
     """Module that trains one element itself, which only one rank has."""
 
     def __init__(self, frozen: int) -> None:
@@ -145,7 +145,7 @@ def forward_before_step(scene: Scene, *, frozen: int, **wrapping: Any) -> dict[s
     Args:
         frozen: number of frozen elements in the unit of the trained element.
     """
-    model = filled(Scaled(frozen))
+    model = filled(ScaledLayers(frozen))
     model = scene.wrap(model, units=[nn.Linear], use_orig_params=True, **wrapping)
     model.shift.requires_grad = False
     optimizer = torch.optim.Adam(model.parameters(), 0.1)

@@ -25,7 +25,7 @@ def gradients_around_change(
     thaws: bool,
     changed: str = "1.",
     backwards: int = 1,
-    reshards: int = False,
+    reshards: bool | int = False,
     is_listed_before: bool = False,
 ) -> list[Gradients]:
     """Change `requires_grad` of parameters while units are unsharded. Return the gradients of backwards from then on.

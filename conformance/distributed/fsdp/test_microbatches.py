@@ -311,7 +311,7 @@ def test_rank_with_fewer_batches_keeps_scale_of_others(twins_of: TwinsOf, device
         assert_close(values, parameters)
 
 
-class Scaled(nn.Module):
+class OneElement(nn.Module):
     """Module with one trained element, which only one rank has."""
 
     def __init__(self) -> None:
@@ -336,7 +336,7 @@ def cleared_between_microbatches(
         The elements of this rank, whether the step was taken, the scale, and the indices of skipped microbatches.
     """
     device = scene.rank.device
-    sharded = scene.wrap(Scaled().to(device), use_orig_params=True)
+    sharded = scene.wrap(OneElement().to(device), use_orig_params=True)
     optimizer = SGD(sharded.parameters(), lr=LEARNING_RATE)
     its_scaler = scene.library.find(scaler)(device.type, init_scale=SCALE)
     for number, factor in enumerate(factors):

@@ -36,8 +36,9 @@ def _check_params(optimizer: Optimizer) -> None:
     if replaced and all(param.grad is None for param, _ in replaced):
         raise RuntimeError(
             f"the optimizer steps {describe_names([name for _, name in replaced])} as they were before sharding or "
-            "are while unsharded, which get no gradients; make the optimizer of model.parameters() after fully_shard "
-            "or FullyShardedDataParallel, and not between a forward and its backward"
+            "while they are unsharded, and such parameters get no gradients; make the optimizer of "
+            "model.parameters() after fully_shard or FullyShardedDataParallel, and not between a forward and its "
+            "backward"
         )
     _checked.add(optimizer)
 

@@ -82,7 +82,7 @@ class GradientShard:
     def exist_on_any_rank(self) -> bool:
         """Return whether any rank has gradients to step with, the same on every rank.
 
-        A rank without trained elements cannot see that they were cleared. So if there is one, no rank counts it.
+        A rank without trained elements cannot see a clear. So if there is such a rank, clears count on no rank.
         """
         handle = self._handle
         if not handle.use_orig_params:
