@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -129,28 +130,25 @@ class Accumulation:
                 "first"
             )
 
-    def _first(self, device: torch.device) -> Tensor:
-        """Return the index of the first microbatch of the current sum, f32, 0-dim."""
-        begins = torch.stack([to_device(outcome.begins_sum, device) for outcome in self.outcomes])
-        return (begins * torch.arange(len(begins), device=device)).amax()
+    def _in_sum(self, device: torch.device) -> Tensor:
+        """Return 1.0 for each microbatch of the current sum, and 0.0 for those before it, f32 [microbatches]."""
+        begun = torch.stack([to_device(outcome.begins_sum, device) for outcome in self.outcomes]).cumsum(0)
+        return (begun == begun[-1]).float()
 
-    def _of_sum(self, numbers: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the number of each microbatch, f32, with zeros for those before the current sum."""
-        counts = torch.arange(len(numbers), device=device) >= self._first(device)
-        return torch.where(counts, torch.stack([to_device(number, device) for number in numbers]), 0.0)
-
-    def _taken(self, device: torch.device) -> Tensor:
-        return self._of_sum([outcome.share for outcome in self.outcomes], device).sum()
+    def _taken(self, in_sum: Tensor) -> Tensor:
+        return (
+            torch.stack([to_device(outcome.share, in_sum.device) for outcome in self.outcomes]) * in_sum
+        ).sum()
 
     def scaled(self, scale: Tensor) -> Tensor:
         """Return the scale of gradients that are the sum over those who took part, and must be divided for them."""
-        taken = self._taken(scale.device)
-        microbatches = len(self.outcomes) - self._first(scale.device)
-        return scale * torch.where(taken > 0, taken / microbatches, 1.0)
+        in_sum = self._in_sum(scale.device)
+        taken = self._taken(in_sum)
+        return scale * torch.where(taken > 0, taken / in_sum.sum(), 1.0)
 
     def is_empty(self, device: torch.device) -> Tensor:
         """Return 1.0 if no rank took part in a microbatch that was taken, else 0.0."""
-        return (self._taken(device) == 0).float()
+        return (self._taken(self._in_sum(device)) == 0).float()
 
     def scale_flags(self, step_flags: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Return flags, one of which is set if a microbatch overflowed, or the sum of those taken did.
@@ -159,9 +157,10 @@ class Accumulation:
             step_flags: flags of the optimizer's step, on `device`. They are set too if no microbatch was taken.
             device: device of the results.
         """
-        is_bad = self._of_sum([outcome.is_bad for outcome in self.outcomes], device).amax()
-        has_taken = self._taken(device) > 0
-        return [is_bad, *(torch.where(has_taken, flag, 0.0) for flag in step_flags)]
+        in_sum = self._in_sum(device)
+        are_bad = torch.stack([to_device(outcome.is_bad, device) for outcome in self.outcomes])
+        has_taken = self._taken(in_sum) > 0
+        return [(are_bad * in_sum).amax(), *(torch.where(has_taken, flag, 0.0) for flag in step_flags)]
 
     def skipped(self, groups: Sequence[dist.ProcessGroup | None]) -> list[SkippedMicrobatch]:
         """Return what ranks have left out.
@@ -170,8 +169,8 @@ class Accumulation:
         """
         rank = rank_in(groups)
         skipped: list[SkippedMicrobatch] = []
-        first = int(self._first(self.outcomes[0].share.device)) if self.outcomes else 0
-        for index, outcome in enumerate(self.outcomes[first:]):
+        in_sum = self._in_sum(self.outcomes[0].share.device).tolist() if self.outcomes else []
+        for index, outcome in enumerate(compress(self.outcomes, in_sum)):
             if outcome.is_skipped:
                 skipped.append(SkippedMicrobatch(index, rank, ()))
             elif outcome.is_bad.item():
