@@ -167,3 +167,21 @@ def view_into(flat: Tensor, slot: Slot) -> Tensor:
     """Return a tensor with the slot's shape over the buffer's memory, which autograd does not treat as a view."""
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return view.set_(flat.untyped_storage(), flat.storage_offset() + slot.start, slot.shape, slot.stride)
+
+
+def copy_grads(
+    layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor
+) -> None:
+    """Copy gradients into a buffer [padded_numel] with these `views`, with a cast.
+
+    A missing gradient becomes zeros.
+    """
+    present = [grad for grad in grads if grad is not None]
+    if len(present) == len(views):
+        torch._foreach_copy_(views, present)
+    else:
+        targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+        torch._foreach_copy_(targets, present)
+        torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
+    for start, stop in layout.gaps:
+        buffer[start:stop].zero_()

@@ -16,10 +16,15 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
+from impl.distributed.fsdp._layout.flat_buffer import copy_grads
+from impl.distributed.fsdp._layout.flat_grad_hooks import (
+    call_accumulation_hooks,
+    has_hooks,
+    run_hooks_after_reduction,
+    run_hooks_before_reduction,
+)
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
-from impl.distributed.fsdp._layout.flat_slots import FlatLayout
 from impl.distributed.fsdp._layout.reduced_grads import ReducedGrads
-from impl.distributed.fsdp._params.autograd import apply_gradient_hooks, call_hook
 from impl.distributed.fsdp._params.managed import IN_BACKWARD_OPTIMIZERS
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
 from impl.kernels import copy_to_host_async
@@ -135,14 +140,15 @@ class GradientShard:
             self._follow_user(unreduced)
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        handle, grads = self._handle, self._run_hooks(grads)
+        handle = self._handle
+        grads = run_hooks_before_reduction(handle, grads)
         unreduced = self._unreduced
         if unreduced is None:
             self.journal.record(self._forget_unreduced)
             dtype = next(grad.dtype for grad in grads if grad is not None)
             total = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
             self._unreduced = unreduced = _Unreduced(total, handle.views_of(total))
-            _copy_in(handle.layout, grads, unreduced.views, total)
+            copy_grads(handle.layout, grads, unreduced.views, total)
         else:
             self.journal.record(self._mark_partial)
             unreduced.shown = []  # set again at the end of this backward
@@ -152,14 +158,15 @@ class GradientShard:
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
         """Return all gradients that are not averaged, with `grads` added, [padded_numel]."""
-        handle, grads = self._handle, self._run_hooks(grads)
+        handle = self._handle
+        grads = run_hooks_before_reduction(handle, grads)
         dtype = dtype or handle.reduce_dtype
         total = self._take_unreduced()
         if total is not None:
             _add(handle.views_of(total), grads)
             return total.to(dtype)
         buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
-        _copy_in(handle.layout, grads, views, buffer)
+        copy_grads(handle.layout, grads, views, buffer)
         return buffer
 
     def begin_microbatch(self) -> HeldGradients:
@@ -227,44 +234,6 @@ class GradientShard:
             self._reduced_grads = ReducedGrads(self._handle.stepped)
         return unreduced.total.clone() if earlier is None else earlier + unreduced.total
 
-    def _run_hooks(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run the hooks of a flat parameter on this rank's gradients, and return the results.
-
-        Hooks that parameters had before get their own gradients. Those of the flat parameter get one tensor.
-        """
-        handle = self._handle
-        if any(handle.earlier_hooks):
-            triples = zip(handle.param_infos, handle.earlier_hooks, grads, strict=True)
-            grads = [
-                info.local_part(apply_gradient_hooks(hooks, info.wrap_local(grad), info.name))
-                if grad is not None and hooks
-                else grad
-                for info, hooks, grad in triples
-            ]
-        if handle.use_orig_params or not handle.flat_param._backward_hooks:
-            return grads
-        present = [grad for grad in grads if grad is not None]
-        if not present:
-            return grads
-        flat = present[0].new_empty(handle.layout.padded_numel)
-        _copy_in(handle.layout, grads, handle.views_of(flat), flat)
-        result = apply_gradient_hooks(
-            handle.flat_param._backward_hooks, flat[: handle.layout.numel], "a flat parameter"
-        )
-        return handle.views_of(result.contiguous())
-
-    def _run_original_hooks(self, reduced: Tensor) -> None:
-        """Run the hooks of original parameters on their pieces of an average [shard_numel], in place."""
-        handle = self._handle
-        if not handle.use_orig_params or not any(param._backward_hooks for param in handle.parameters):
-            return
-        for slot, parameter, part in zip(
-            handle.layout.slots, handle.parameters, handle.pieces_of(reduced), strict=True
-        ):
-            if part is not None and parameter._backward_hooks and parameter.requires_grad:
-                # A copy, because hooks may keep their argument.
-                part.copy_(apply_gradient_hooks(parameter._backward_hooks, part.clone(), slot.name))
-
     def add(self, reduced: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Add an average [shard_numel] of any dtype to the averages of this backward.
 
@@ -287,7 +256,7 @@ class GradientShard:
         handle = self._handle
         is_cast = self._keeps_low_precision and handle.is_sharded
         has_grads = self._reduced_grads.has_others() if self._reduced_grads else not self._is_cleared()
-        if self._averaged is not None or has_grads or is_cast or any(map(_has_hooks, handle.stepped)):
+        if self._averaged is not None or has_grads or is_cast or any(map(has_hooks, handle.stepped)):
             return []
         pieces = handle.pieces_of(average) if handle.use_orig_params else [average]
         pairs = zip(handle.stepped, pieces, strict=True)
@@ -311,34 +280,14 @@ class GradientShard:
             return  # `.grad` is complete
         averaged, self._averaged = _sum(self._averaged, self.current()), None
         if reduced is not None:
-            self._run_original_hooks(reduced)
+            run_hooks_after_reduction(self._handle, reduced)
         averaged = _sum(averaged, reduced)
         assert averaged is not None
         if self._keeps_low_precision and self._handle.is_sharded:
             averaged = averaged.to(self._handle.compute_dtype)
         self.show(averaged)
         if reduced is not None:
-            self._call_hooks()
-
-    def _call_hooks(self) -> None:
-        """Call the user's hooks and optimizers after accumulation, which autograd does not run for these parameters.
-
-        Only after a backward with synchronisation: a step with a rank's own sum would make the ranks diverge.
-        """
-        handle = self._handle
-        names = (
-            [slot.name for slot in handle.layout.slots] if handle.use_orig_params else ["a flat parameter"]
-        )
-        for parameter, name in zip(handle.stepped, names, strict=True):
-            if parameter.grad is None:
-                continue
-            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                call_hook(hook, parameter, name)
-            optimizers = getattr(parameter, IN_BACKWARD_OPTIMIZERS, ())
-            for optimizer in optimizers:
-                optimizer.step()
-            if optimizers:
-                parameter.grad = None
+            call_accumulation_hooks(self._handle)
 
     def show(self, shard: Tensor) -> None:
         """Publish a shard [shard_numel] as the `.grad` of the stepped parameters."""
@@ -490,11 +439,6 @@ class GradientShard:
             self._unreduced.is_partial = True
 
 
-def _has_hooks(parameter: Tensor) -> bool:
-    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return bool(hooks) or hasattr(parameter, IN_BACKWARD_OPTIMIZERS)
-
-
 def _sum(earlier: Tensor | None, new: Tensor | None) -> Tensor | None:
     """Return the sum of two gradients in the dtype of the new gradient. May write to the earlier gradient."""
     if earlier is None or new is None:
@@ -506,22 +450,6 @@ def _add(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     pairs = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
     if pairs:
         torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
-
-
-def _copy_in(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:
-    """Copy gradients into a buffer [padded_numel] with these `views`, with a cast.
-
-    A missing gradient becomes zeros.
-    """
-    present = [grad for grad in grads if grad is not None]
-    if len(present) == len(views):
-        torch._foreach_copy_(views, present)
-    else:
-        targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
-        torch._foreach_copy_(targets, present)
-        torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
-    for start, stop in layout.gaps:
-        buffer[start:stop].zero_()
 
 
 def _set_grad(parameter: Tensor, grad: Tensor) -> None:
