@@ -44,8 +44,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     ORIGINALS,
     RankOutcomes,
     Twins,
-    each,
-    leaf_by_leaf,
     raises,
 )
 from conformance.judge.clauses import clause
@@ -447,81 +445,6 @@ def test_partial_gradients_of_failed_backward_must_be_cleared(twins: Twins, api:
         )
 
     twins.judge(lambda library: api.trains(twins, library, **how), we_do=is_named)
-
-
-def step_unsynchronised(
-    scene: Scene, *, api: str, clears: bool = False, detects: bool = True
-) -> dict[str, Any]:
-    """Step after a backward without synchronisation. Return whether a parameter changed."""
-    training = _Training(scene, api)
-    if not detects:
-        scene.api.set_detect_unsynchronized_step(False)
-    before = training.parameters()
-    try:
-        training.backward(0, "no_sync")
-        if api == "fully_shard":
-            training.model.set_requires_gradient_sync(True)
-        if clears:
-            training.clear("unsynchronised")
-        training.optimizer.step()
-    finally:
-        if not detects:
-            scene.api.set_detect_unsynchronized_step(True)
-    after = training.parameters()
-    training.optimizer.zero_grad()
-    return {"is moved": any(not torch.equal(after[name], parameter) for name, parameter in before.items())}
-
-
-@clause("distributed.fsdp.failures.waiting_step")
-@pytest.mark.deviation("fsdp.waiting_step")
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "fully_shard"])
-def test_step_with_unsynchronised_gradients_raises(twins: Twins, strategy: str) -> None:
-    step: dict[str, Any] = {"program": step_unsynchronised, **_of(strategy)}
-
-    def is_named(outcomes: RankOutcomes) -> bool:
-        pattern = re.compile(r"inner\.\w+ of 'body\.parts\.\d'.* wait to be synchronised")
-        return raises(RuntimeError)(outcomes) and all(
-            outcome.raised and pattern.search(outcome.raised.text) for outcome in outcomes
-        )
-
-    # torch steps with each rank's own gradients, or without any.
-    is_moved = strategy == "NO_SHARD"
-    twins.deviate(torch_does=each(lambda value: value["is moved"] == is_moved), we_do=is_named, **step)
-    assert [value["is moved"] for value in twins.values(clears=True, **step)] == [False] * twins.world_size
-
-
-def step_by_a_closure(scene: Scene, *, api: str, by_name: bool) -> dict[str, torch.Tensor]:
-    """Step with a closure that runs the last backward. The earlier backwards run without synchronisation."""
-    training = _Training(scene, api)
-    for number in (0, 2):
-        training.backward(number, "no_sync")
-
-        def last(number: int = number + 1) -> torch.Tensor:
-            return training.backward(number)
-
-        training.optimizer.step(**{"closure": last}) if by_name else training.optimizer.step(last)
-        training.optimizer.zero_grad()
-    return training.parameters()
-
-
-@clause("distributed.fsdp.failures.closures")
-@pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "fully_shard"])
-def test_closure_may_run_last_backward(twins: Twins, strategy: str, by_name: bool) -> None:
-    twins.agree(step_by_a_closure, **_of(strategy), by_name=by_name)
-
-
-@clause("distributed.fsdp.failures.waiting_step_allowed")
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "fully_shard"])
-def test_step_with_unsynchronised_gradients_can_be_allowed(twins: Twins, strategy: str) -> None:
-    values = twins.values(step_unsynchronised, **_of(strategy), detects=False)
-    assert [value["is moved"] for value in values] == [strategy == "NO_SHARD"] * twins.world_size
-
-
-def _of(strategy: str) -> dict[str, Any]:
-    if strategy == "fully_shard":
-        return {"api": strategy, "tree": TREE}
-    return {"api": "FSDP1", "setup": leaf_by_leaf(strategy, use_orig_params=True), "tree": TREE}
 
 
 def _judge(
