@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_gradients, full_value, held
-from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, batch_of, blocks
+from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes, each, raises
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, each, raises
 from conformance.judge.clauses import clause
 
 
@@ -175,28 +175,36 @@ def test_move_to_same_place_keeps_gradients(
     plain_twins.agree_with_unsharded(moved_nowhere, move=move, stays_unsharded=stays_unsharded)
 
 
-def plain_in_its_place(scene: Scene, trained: bool) -> Any:
-    """Return the output or the error of a forward after a plain parameter replaced a sharded one."""
-    model = scene.shard(ResidualBlock().double())
+def replaced(scene: Scene, by: str, trained: bool) -> Any:
+    """Return the output or the error of a forward after another parameter replaced a sharded one.
+
+    Args:
+        by: `plain` parameter, or a DTensor that is sharded in `columns` or has one row `fewer`.
+    """
+    model = scene.shard(nn.Linear(4, 4, dtype=torch.float64))
+    x = torch.eye(4, dtype=torch.float64, device=scene.rank.device)
     if trained:
-        model(batch_of(scene, 0)).sum().backward()
-    model.inner.bias = nn.Parameter(torch.ones(6, dtype=torch.float64, device=scene.rank.device))
-    return tried(lambda: model(batch_of(scene, 1)))
+        model(x).sum().backward()
+    value = torch.ones(3 if by == "fewer" else 4, 4, dtype=torch.float64, device=scene.rank.device)
+    if by != "plain":
+        placements = [Shard(1 if by == "columns" else 0)]
+        value = distribute_tensor(value, model._parameters["weight"].device_mesh, placements)
+    model.weight = nn.Parameter(value)
+    return tried(lambda: model(x))
 
 
 @clause("distributed.fsdp.fully_shard.plain_in_its_place")
 @pytest.mark.deviation("fully_shard.plain_in_its_place")
+@pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("trained", [False, True])
-def test_plain_parameter_in_place_of_sharded_one_is_refused(plain_twins: PlainTwins, trained: bool) -> None:
-    def says(*words: str) -> Callable[[RankOutcomes], bool]:
-        return lambda outcomes: all(all(word in str(outcome.value) for word in words) for outcome in outcomes)
+@pytest.mark.parametrize("by", ["plain", "columns", "fewer"])
+def test_parameter_in_place_of_sharded_one_is_refused(
+    plain_twins: PlainTwins, by: str, trained: bool
+) -> None:
+    def is_named(error: Any) -> bool:
+        return all(word in str(error) for word in ("TypeError", "weight", "assign a DTensor"))
 
-    plain_twins.deviate(
-        plain_in_its_place,
-        torch_does=says("tensor(") if trained else says("AttributeError", "_local_tensor"),
-        we_do=says("TypeError", "inner.bias", "assign a DTensor"),
-        trained=trained,
-    )
+    plain_twins.deviate(replaced, we_do=each(is_named), by=by, trained=trained)
 
 
 def whole_assigned(scene: Scene) -> dict[str, Any]:

@@ -34,6 +34,23 @@ def rows_of(rows: int, rank: int, world: int) -> tuple[int, int]:
     return min(rank * width, rows), min((rank + 1) * width, rows)
 
 
+def _is_sharded_alike(parameter: DTensor, other: DTensor) -> bool:
+    """Return whether both parameters have shards of the same elements on every rank."""
+    return (
+        parameter.shape == other.shape
+        and (parameter.placements == other.placements or other.device_mesh.size() == 1)
+        and torch.equal(parameter.device_mesh.mesh, other.device_mesh.mesh)
+    )
+
+
+def _description(parameter: Tensor) -> str:
+    kind = type(parameter).__name__
+    if not isinstance(parameter, DTensor):
+        return kind
+    placements = ", ".join(map(str, parameter.placements))
+    return f"{kind} of shape {tuple(parameter.shape)} placed as ({placements})"
+
+
 class ShardedParam:
     """Parameter that is sharded over a mesh.
 
@@ -166,11 +183,11 @@ class ShardedParam:
 
     def replace(self, other: nn.Parameter) -> None:
         """Use a parameter that the user has assigned instead."""
-        if not isinstance(other, DTensor):
+        if not isinstance(other, DTensor) or not _is_sharded_alike(other, self.sharded):
             raise TypeError(
-                f"{self.name} was replaced by a {type(other).__name__}, but the parameter is sharded; assign a DTensor "
-                "of distribute_tensor(value, parameter.device_mesh, parameter.placements), or copy an unsharded value "
-                "to the ranks by set_model_state_dict()"
+                f"{self.name} was replaced by a {_description(other)}, but the parameter is a "
+                f"{_description(self.sharded)}; assign a DTensor of distribute_tensor(value, parameter.device_mesh, "
+                "parameter.placements), or copy an unsharded value to the ranks by set_model_state_dict()"
             )
         if has_grad_dtype(self.sharded) and not has_grad_dtype(other):
             other.grad_dtype = self.sharded.grad_dtype
