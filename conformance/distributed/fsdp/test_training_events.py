@@ -10,23 +10,53 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from conformance.distributed.fsdp.scenes.forked_model import Forked, loss, output
+from conformance.distributed.fsdp.scenes.forked_model import Forked, output
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, raise_in_backward
 from conformance.distributed.fsdp.scenes.twins import Twins
 from conformance.judge.clauses import clause
 
-SHARDED_BY = ("flat", "flat SHARD_GRAD_OP", "originals", "originals SHARD_GRAD_OP", "fully_shard", "kept")
+SHARDED_BY = (
+    "flat",
+    "flat SHARD_GRAD_OP",
+    "originals",
+    "originals SHARD_GRAD_OP",
+    "originals NO_SHARD",
+    "fully_shard",
+    "kept",
+)
 
 
 def _raise(*_: Any) -> None:
     raise KeyError("amid the forward")
 
 
-class Loop:
-    """A training loop of a model with a unit that only some forwards use. Each method is an event.
+def _plain(model: nn.Module, x: Tensor, forks: bool) -> Tensor:
+    return model(x, forks).square().mean()
 
-    A step is left out while gradients of this rank wait to be averaged.
+
+def _penalised(model: nn.Module, x: Tensor, forks: bool) -> Tensor:
+    result = model(x.requires_grad_(), forks)
+    (grad,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    return grad.square().mean() + result.square().mean()
+
+
+def _checkpointed(model: nn.Module, x: Tensor, forks: bool) -> Tensor:
+    return checkpoint(model, x, forks, use_reentrant=False).square().mean()
+
+
+def _reentrant(model: nn.Module, x: Tensor, forks: bool) -> Tensor:
+    return checkpoint(model, x.requires_grad_(), forks, use_reentrant=True).square().mean()
+
+
+LOSSES = {"plain": _plain, "penalised": _penalised, "checkpointed": _checkpointed, "reentrant": _reentrant}
+
+
+class Loop:
+    """A training loop of a model with a unit that only some forwards use. Each public method is an event.
+
+    Events that change gradients are left out while gradients of this rank wait to be averaged.
     """
 
     def __init__(self, scene: Scene, sharded_by: str) -> None:
@@ -42,14 +72,20 @@ class Loop:
             scene.model.set_reshard_after_backward(kind != "kept")
         self.model = scene.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.125, momentum=0.5)
+        self.parameters: list[Any] = self.optimizer.param_groups[0]["params"]
         # The units whose gradients are not averaged yet: "always" and "sometimes".
         self.waiting: set[str] = set()
         self.outputs: list[Tensor] = []
         self._forwards = 0
 
-    def _loss(self, *, forks: bool) -> Tensor:
+    def _loss(self, *, forks: bool = True, of: str = "plain") -> Tensor:
         self._forwards += 1
-        return loss(self.scene, self._forwards % 3, forks=forks)
+        last = 1 + self._forwards % 3
+
+        def of_rank(rank: int) -> Tensor:
+            return LOSSES[of](self.model, torch.linspace(0, last, 15).view(5, 3) - rank * 0.25, forks)
+
+        return self.scene.mean(of_rank)
 
     def _unsynchronised(self) -> contextlib.AbstractContextManager[None]:
         if self.is_fsdp1:
@@ -59,15 +95,26 @@ class Loop:
         stack.callback(self.model.set_requires_gradient_sync, True)
         return stack
 
-    def backward(self, *, forks: bool = True, forwards: int = 1) -> None:
+    def backward(self, *, forks: bool = True, of: str = "plain") -> None:
         # fully_shard averages waiting gradients only in a backward of their unit.
         forks = forks or "sometimes" in self.waiting
-        torch.stack([self._loss(forks=forks) for _ in range(forwards)]).sum().backward()
+        self._loss(forks=forks, of=of).backward()
         self.waiting.clear()
 
-    def accumulate(self, *, forks: bool = True) -> None:
+    def two_backwards(self, *, of: str) -> None:
+        """Run backwards `of` the joint loss of two forwards, of both losses in a row, or twice of one loss."""
+        first = self._loss()
+        second = first if of == "one" else self._loss()
+        if of == "sum":
+            (first + second).backward()
+        else:
+            first.backward(retain_graph=True)
+            second.backward()
+        self.waiting.clear()
+
+    def accumulate(self, *, forks: bool = True, of: str = "plain") -> None:
         with self._unsynchronised():
-            self._loss(forks=forks).backward()
+            self._loss(forks=forks, of=of).backward()
         self.waiting |= {"always", "sometimes"} if forks else {"always"}
 
     def fail(self, *, by: str, waits: bool = False) -> None:
@@ -75,7 +122,7 @@ class Loop:
         self._average_uncleared()
         with self._unsynchronised() if waits and self.is_fsdp1 else contextlib.nullcontext():
             with self.model.body.register_forward_hook(raise_in_backward):
-                result = self._loss(forks=True)
+                result = self._loss()
             with pytest.raises(KeyError, match="amid the backward"):
                 result.backward()
         self.clear(by=by)
@@ -86,7 +133,7 @@ class Loop:
             self.model.always.register_forward_pre_hook(_raise),
             pytest.raises(KeyError, match="amid the forward"),
         ):
-            self._loss(forks=True)
+            self._loss()
 
     def clear(self, *, by: str, set_to_none: bool = True) -> None:
         self._average_uncleared()
@@ -104,6 +151,25 @@ class Loop:
         self.clear(by="model")
         self.model.sometimes.requires_grad_(thaws)
 
+    def decay(self) -> None:
+        """Run a backward of a penalty on the sharded parameters themselves."""
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        if not self.waiting:
+            torch.stack([_local(parameter).square().sum() for parameter in trained]).sum().backward()
+
+    def scale(self, *, clips: bool) -> None:
+        """Clip the gradients, or multiply them by a half."""
+        if self.waiting:
+            return
+        if not clips:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        elif self.is_fsdp1:
+            self.model.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(self.parameters, 1.0)
+
     def step(self) -> None:
         if not self.waiting:
             self.optimizer.step()
@@ -115,31 +181,69 @@ class Loop:
     @torch.no_grad()
     def write(self) -> None:
         """Write to the parameters that the optimizer steps."""
-        for parameter in self.optimizer.param_groups[0]["params"]:
+        for parameter in self.parameters:
             parameter.mul_(0.75)
 
-    def evaluate(self) -> None:
-        self.outputs.append(output(self.scene))
+    def write_whole(self) -> None:
+        """Write to the unsharded parameters of FullyShardedDataParallel. Unshard and reshard fully_shard's."""
+        if self.is_fsdp1:
+            with self.scene.fsdp.summon_full_params(self.model), torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(0.75)
+            return
+        units = [self.model, *self.model.children()]
+        for unit in units:
+            unit.unshard()
+        for unit in units:
+            unit.reshard()
+        self.write()
+
+    def cast(self) -> None:
+        """Round the parameters and the gradients."""
+        if not self.waiting:
+            self.model.bfloat16().float()
+
+    def keep(self, *, after: str, keeps: bool) -> None:
+        if not self.is_fsdp1:
+            getattr(self.model, f"set_reshard_after_{after}")(not keeps)
+
+    def evaluate(self, *, infers: bool = False) -> None:
+        with torch.inference_mode(infers):
+            result = output(self.scene)
+        self.outputs.append(result.clone())
 
     def forward(self) -> None:
-        self._loss(forks=True)
+        self._loss()
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 Event = tuple[str, dict[str, Any]]
 _BACKWARD: Event = ("backward", {})
 _ACCUMULATE: Event = ("accumulate", {})
 _WITHOUT_UNIT = {"forks": False}
+_CLEAR: Event = ("clear", {"by": "optimizer"})
 EVENTS: dict[str, list[dict[str, Any]]] = {
-    "backward": [{}, _WITHOUT_UNIT, {"forwards": 2}],
-    "accumulate": [{}, _WITHOUT_UNIT],
+    "backward": [_WITHOUT_UNIT, *({"of": of} for of in LOSSES)],
+    "two_backwards": [{"of": "sum"}, {"of": "both"}, {"of": "one"}],
+    "accumulate": [_WITHOUT_UNIT, *({"of": of} for of in LOSSES)],
     "fail": [{"by": by, "waits": waits} for by in ("optimizer", "model") for waits in (True, False)],
     "fail_forward": [{}],
     "clear": [{"by": by, "set_to_none": sets} for by in ("optimizer", "model") for sets in (True, False)],
     "freeze": [{}, {"thaws": True}],
+    "decay": [{}],
+    "scale": [{"clips": True}, {"clips": False}],
     "step": [{}],
     "load": [{}],
     "write": [{}],
-    "evaluate": [{}],
+    "write_whole": [{}],
+    "cast": [{}],
+    "keep": [
+        {"after": after, "keeps": keeps} for after in ("forward", "backward") for keeps in (True, False)
+    ],
+    "evaluate": [{}, {"infers": True}],
     "forward": [{}],
 }
 
@@ -164,8 +268,9 @@ def trained(scene: Scene, events: list[Event], sharded_by: str) -> list[Tensor]:
         max_size=8,
     )
 )
-@example(events=[_ACCUMULATE, ("clear", {"by": "optimizer"}), ("accumulate", _WITHOUT_UNIT)])
+@example(events=[_ACCUMULATE, _CLEAR, ("accumulate", _WITHOUT_UNIT)])
 @example(events=[_ACCUMULATE, ("fail", {"by": "optimizer"})])
+@example(events=[_ACCUMULATE, _CLEAR, ("decay", {})])
 @example(events=[_BACKWARD, ("freeze", {})])
 @example(events=[_BACKWARD, ("clear", {"by": "model"})])
 def test_events_in_any_order_train_like_unsharded(twins: Twins, sharded_by: str, events: list[Event]) -> None:

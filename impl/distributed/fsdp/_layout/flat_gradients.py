@@ -104,7 +104,8 @@ class GradientShard:
         return self._unreduced is not None or self._before_microbatch is not None
 
     def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
-        if self._unreduced is None and self._reduced_grads is None:
+        unreduced = self._unreduced
+        if self._reduced_grads is None and (unreduced is None or self._is_unreduced_cleared(unreduced)):
             return []
         handle = self._handle
         names = [slot.name for slot in handle.layout.slots]
@@ -129,7 +130,7 @@ class GradientShard:
         unreduced = self._unreduced
         if unreduced is None:
             return
-        if self._is_cleared():
+        if self._is_unreduced_cleared(unreduced):
             self._forget_averaged()
             self._forget_unreduced()
         else:
@@ -383,6 +384,20 @@ class GradientShard:
                 _set_grad(parameter, view.detach())
                 assert parameter.grad is not None
                 unreduced.shown.append(_ShownUnreduced(index, view, parameter.grad._version))
+
+    def _is_unreduced_cleared(self, unreduced: _Unreduced) -> bool:
+        """Return whether the user has cleared every unreduced `.grad`.
+
+        A loss that reads parameters directly may have set `.grad` since. It then has the shape of the shard.
+        """
+        if self._is_cleared():
+            return True
+        stepped = self._handle.stepped
+        pairs = [(stepped[shown.index].grad, shown.view) for shown in unreduced.shown]
+        present = [(grad, view) for grad, view in pairs if grad is not None]
+        return any(grad.shape != view.shape for grad, view in present) and not any(
+            grad.data_ptr() == view.data_ptr() for grad, view in present
+        )
 
     def _follow_user(self, unreduced: _Unreduced) -> None:
         """Apply the user's change of the published `.grad` to the unreduced gradient: cleared, zeroed or replaced."""
