@@ -79,6 +79,7 @@ def a_backward_before(scene: Scene) -> Iterator[Any]:
     scene.backward(0)
     with scene.model.no_sync():
         scene.backward(1)
+    yield shown(scene)
     scene.backward(2)
     yield shown(scene)
 

@@ -2,7 +2,7 @@
 
 Between backwards `.grad` is the average, sharded like the parameters. After a backward without synchronisation `.grad`
 is this rank's own sum over all elements, so that `zero_grad` works as usual. The average of earlier backwards is kept
-aside.
+aside. Without sharding it counts in the sum, because the average of equal gradients is itself.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class GradientShard:
         if not synced:
             # If this backward added nothing, the user's changes of `.grad` stay until the next one.
             if self._unreduced is not None and not self._unreduced.shown:
-                self._averaged = _sum(self._averaged, self.current())
+                self._set_current_aside(self._unreduced)
                 self._show_unreduced(self._unreduced)
             return
         reduced, self._reduced = self._reduced, None
@@ -289,6 +289,15 @@ class GradientShard:
         self.show(averaged)
         if reduced is not None:
             call_accumulation_hooks(self._handle)
+
+    def _set_current_aside(self, unreduced: _Unreduced) -> None:
+        current = self.current()
+        if self._handle.is_sharded:
+            self._averaged = _sum(self._averaged, current)
+        elif current is not None:
+            total = unreduced.total
+            unreduced.total = total.to(current.dtype).add_(current.to(total.device))
+            unreduced.views = self._handle.views_of(unreduced.total)
 
     def show(self, shard: Tensor) -> None:
         """Publish a shard [shard_numel] as the `.grad` of the stepped parameters."""
