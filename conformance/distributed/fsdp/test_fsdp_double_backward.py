@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, raises
 from conformance.judge.clauses import clause
@@ -167,6 +169,49 @@ def test_forward_may_compute_gradients_of_inner_units(
     cpu_twins: Twins, strategy: str, use_orig_params: bool
 ) -> None:
     cpu_twins.agree_with_unsharded(forces_differentiated, strategy=strategy, use_orig_params=use_orig_params)
+
+
+class Descent(nn.Module):
+    """A model whose forward takes a step down the gradient of an energy at its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = self.last(torch.tanh(self.first(x))).square().sum()
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        return x - 0.25 * gradient
+
+
+def rolled_out(scene: Scene, *, api: str, has_units: bool) -> dict[str, torch.Tensor]:
+    """Give the model its own output as input, and differentiate the last output. Return full parameters after steps."""
+    model: Any = filled(Descent())
+    shard = scene.shard if api == "fully_shard" else functools.partial(scene.wrap, use_orig_params=True)
+    if has_units:
+        model.first, model.last = shard(model.first), shard(model.last)
+    model = shard(model)
+
+    def loss(rank: int) -> torch.Tensor:
+        x = torch.linspace(0, 1, 6).view(2, 3).sub(rank * 0.25).requires_grad_()
+        for _ in range(3):
+            x = model(x)
+        return x.square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.25)
+    for _ in range(2):
+        scene.mean(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model) if api == "fully_shard" else scene.whole_parameters(model)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.gradients_in_forward")
+@pytest.mark.deviation("fsdp.gradient_of_earlier_output")
+@pytest.mark.parametrize("has_units", [False, True])
+@pytest.mark.parametrize("api", ["FSDP1", "fully_shard"])
+def test_forward_may_compute_gradient_of_own_output(cpu_twins: Twins, api: str, has_units: bool) -> None:
+    cpu_twins.deviate_to_unsharded(rolled_out, api=api, has_units=has_units, may_agree=True)
 
 
 def gradients_with_a_graph(scene: Scene, *, use_orig_params: bool) -> None:

@@ -263,10 +263,14 @@ class Unit(UnitParams[Group_co]):
         """
         self.hook_gradient(gradient)
         self.root.handle_failed_backward()
-        if self.phase in BACKWARDS:
+        # In a forward the parameters are unsharded, and its own output starts the backward. A gradient that the forward
+        # computes may pass an earlier output, which is its input.
+        if self.phase in BACKWARDS or self.phase in FORWARDS:
             return
         with span("FSDP::pre_backward", self.name):
             for unit in (self, *self.param_owners):
+                if unit.phase in FORWARDS:
+                    continue
                 if unit.phase not in BACKWARDS:
                     unit._begin_backward(unshards=self.unshards_in_backward or unit.unshards_in_backward)
                 elif self.unshards_in_backward:  # the owner's own setting may differ
