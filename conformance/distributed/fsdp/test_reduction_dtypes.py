@@ -258,18 +258,27 @@ class _Replicated(nn.Module):
         return (self.weight * rows.to(self.weight.dtype)).sum().full_tensor().clone()  # no view
 
 
-def of_tensor_parallelism(scene: Scene) -> dict[str, Tensor]:
-    """Return the gradient under each policy. All ranks are in one group of tensor parallelism."""
-    return {name: _of_partial_gradient(scene, policy) for name, policy in POLICIES.items()}
+def of_tensor_parallelism(scene: Scene, backwards: int = 1) -> dict[str, Tensor]:
+    """Return the gradient under each policy. All ranks are in one group of tensor parallelism.
+
+    Several backwards run under policies with a wide `reduce_dtype`, since narrow sums depend on their order.
+    """
+    policies = {
+        name: policy for name, policy in POLICIES.items() if backwards == 1 or policy[1] in (SINGLE, DOUBLE)
+    }
+    return {name: _of_partial_gradient(scene, policy, backwards) for name, policy in policies.items()}
 
 
-def _of_partial_gradient(scene: Scene, policy: Policy) -> Tensor:
+def _of_partial_gradient(scene: Scene, policy: Policy, backwards: int) -> Tensor:
     mesh = scene.rank.mesh(1, scene.rank.world_size, names=("data", "model"))
     model: Any = _Replicated(mesh["model"])
     precision = scene.api.MixedPrecisionPolicy(*policy, cast_forward_inputs=False)
     scene.shard(model, mesh=mesh["data"], mp_policy=precision)
-    row = coefficients(scene.rank.rank)[:1].to(scene.rank.device)
-    model(DTensor.from_local(row, mesh["model"], [Shard(0)])).backward()
+    rows = coefficients(scene.rank.rank).to(scene.rank.device)
+    for number in range(backwards):
+        model.set_requires_gradient_sync(number == backwards - 1)
+        row = rows[number : number + 1]
+        model(DTensor.from_local(row, mesh["model"], [Shard(0)])).backward()
     return full_value(model.weight.grad).cpu()
 
 
@@ -288,6 +297,11 @@ def test_tensor_parallelism_sums_gradients_in_their_dtype(plain_twins_of: TwinsO
         expected = expected_of_tensor_parallelism(summed, dtypes, len(outcomes))
         for gradients in values_of(outcomes):
             assert torch.equal(gradients[name].values.double(), expected), f"{name}: not summed in {summed}"
+
+
+@clause("distributed.fsdp.fully_shard.tensor_parallel_reduction_dtype")
+def test_tensor_parallelism_accumulates_gradients_in_reduce_dtype(plain_twins_of: TwinsOf) -> None:
+    plain_twins_of(2).agree(of_tensor_parallelism, backwards=BACKWARDS)
 
 
 class TwoGradDtypes(nn.Module):

@@ -39,6 +39,7 @@ class Reduced(Protocol):
     pins: bool
     reduction: Reduction
     unsharded_params: UnshardedParams | None
+    syncs: bool
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -114,6 +115,7 @@ class DTensorGradients:
         self.set_unreduced_aside()
         unsharded = self._group.unsharded_params
         if unsharded is not None:
+            unsharded.accumulates = bool(self._unreduced) or not self._group.syncs
             unsharded.allow_wider_gradients()
             self.journal.record(unsharded.restore_grad_dtypes)
 

@@ -128,6 +128,8 @@ class UnshardedParams:
         self.has_frozen = False
         self.grad_dtypes: list[torch.dtype | None] = []
         self._view_grad_dtypes: list[torch.dtype | None] = []  # dtypes in which autograd leaves gradients
+        # The gradients are added to others, so tensor parallelism sums them in the dtype of the sum.
+        self.accumulates = False
         self._wider_grads: list[int] = []  # views whose gradients are wider than they are
         self.use_grad_dtypes(grad_dtypes)
         self.free()
@@ -309,6 +311,9 @@ class UnshardedParams:
         self.restore_grad_dtypes()
         if not self._is_parallel:
             return grads
+        if self.accumulates:
+            pairs = zip(grads, self.grad_dtypes, strict=True)
+            grads = [grad if grad is None or dtype is None else grad.to(dtype) for grad, dtype in pairs]
         return [param.info.local_part(grad) for param, grad in zip(self._params, grads, strict=True)]
 
     def changed(self) -> None:
