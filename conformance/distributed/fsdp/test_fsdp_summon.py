@@ -40,14 +40,16 @@ options = st.fixed_dictionaries(
 )
 
 
-def summon(scene: Scene, *, options: Mapping[str, Any], at: int = 0, adds: float = 0.0) -> dict[str, Any]:
-    """Return the tensors inside `summon_full_params`, and after it.
+def summon(
+    scene: Scene, *, options: Mapping[str, Any], at: int = 0, adds: float = 0.0, infers: bool = False
+) -> dict[str, Any]:
+    """Return the tensors inside `summon_full_params`, perhaps in inference mode, and after it.
 
     If `adds` is not zero, `adds` plus the rank is added to each parameter, and with `with_grads` to each gradient. `at`
     is the number of the unit, counted from the root.
     """
     scene.backward()
-    with scene.fsdp.summon_full_params(scene.units[at], **options):
+    with torch.inference_mode(infers), scene.fsdp.summon_full_params(scene.units[at], **options):
         inside = states_of(scene.model)
         buffers = [name for name, _ in scene.model.named_buffers()]
         with torch.no_grad():
@@ -73,16 +75,21 @@ def summon(scene: Scene, *, options: Mapping[str, Any], at: int = 0, adds: float
     use_orig_params=st.booleans(),
     at=st.sampled_from([0, 0, 1]),
     adds=st.sampled_from([0.0, 0.5]),
+    infers=st.booleans(),
 )
-@example(options={"with_grads": True}, use_orig_params=True, at=0, adds=0.5)
+@example(options={"with_grads": True}, use_orig_params=True, at=0, adds=0.5, infers=False)
+@example(options={}, use_orig_params=False, at=0, adds=0.5, infers=True)
 @example(
-    options={"with_grads": True, "rank0_only": True, "writeback": False}, use_orig_params=True, at=0, adds=0.0
+    options={"with_grads": True, "rank0_only": True, "writeback": False},
+    use_orig_params=True,
+    at=0,
+    adds=0.0,
+    infers=False,
 )
 def test_summon_with_any_option_matches_torch(
-    twins: Twins, strategy: str, options: Mapping[str, bool], use_orig_params: bool, at: int, adds: float
+    twins: Twins, strategy: str, use_orig_params: bool, **arguments: Any
 ) -> None:
-    setup = leaf_by_leaf(strategy, use_orig_params)
-    twins.agree(summon, setup, may_raise=True, options=options, at=at, adds=adds)
+    twins.agree(summon, leaf_by_leaf(strategy, use_orig_params), may_raise=True, **arguments)
 
 
 def stepped_after_summon(scene: Scene, *, strategy: str, is_cleared: bool) -> dict[str, Any]:

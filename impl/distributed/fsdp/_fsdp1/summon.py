@@ -115,6 +115,8 @@ class _SummonedHandle:
         self._versions: list[_Version] = []
         self._first_versions: list[_Version] = []
 
+    @torch.inference_mode(False)  # inference tensors have no version
+    @torch.no_grad()
     def begin(self, is_shown_here: bool) -> None:
         handle, unit = self._handle, self._unit
         unsharded = handle.unsharded(handle.dtype)
