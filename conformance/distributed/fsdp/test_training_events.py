@@ -271,7 +271,10 @@ def trained(scene: Scene, events: list[Event], sharded_by: str) -> list[Tensor]:
 @example(events=[_ACCUMULATE, _CLEAR, ("accumulate", _WITHOUT_UNIT)])
 @example(events=[_ACCUMULATE, ("fail", {"by": "optimizer"})])
 @example(events=[_ACCUMULATE, _CLEAR, ("decay", {})])
+@example(events=[_ACCUMULATE, ("fail", {"by": "optimizer", "waits": True}), ("decay", {})])
 @example(events=[_BACKWARD, ("freeze", {})])
 @example(events=[_BACKWARD, ("clear", {"by": "model"})])
 def test_events_in_any_order_train_like_unsharded(twins: Twins, sharded_by: str, events: list[Event]) -> None:
-    twins.deviate_to_unsharded(trained, events=events, sharded_by=sharded_by, may_agree=True)
+    how = {"events": events, "sharded_by": sharded_by}
+    # After an evaluation in inference mode, a rank of torch may raise while others wait.
+    twins.deviate_to_unsharded(trained, **how, may_agree=True, may_fault=True)

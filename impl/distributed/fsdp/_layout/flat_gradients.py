@@ -399,14 +399,13 @@ class GradientShard:
 
         A loss that reads parameters directly may have set `.grad` since. It then has the shape of the shard.
         """
-        if self._is_cleared():
-            return True
-        stepped = self._handle.stepped
-        pairs = [(stepped[shown.index].grad, shown.view) for shown in unreduced.shown]
-        present = [(grad, view) for grad, view in pairs if grad is not None]
-        return any(grad.shape != view.shape for grad, view in present) and not any(
-            grad.data_ptr() == view.data_ptr() for grad, view in present
-        )
+        pairs = zip(self._handle.stepped, self._views_shown(unreduced), strict=True)
+        present = [(param.grad, view) for param, view in pairs if param.grad is not None and view.numel()]
+        if any(grad.data_ptr() == view.data_ptr() and grad.shape == view.shape for grad, view in present):
+            return False
+        # Without sharding the shapes agree. Then a new `.grad` replaces the unreduced one, which it cannot if that is
+        # partial.
+        return not present or unreduced.is_partial or any(grad.shape != view.shape for grad, view in present)
 
     def _follow_user(self, unreduced: _Unreduced) -> None:
         """Apply the user's change of the published `.grad` to the unreduced gradient: cleared, zeroed or replaced."""
