@@ -16,6 +16,7 @@ from conformance.distributed.fsdp.scenes.fsdp_training import Setup, states_of
 from conformance.distributed.fsdp.scenes.module_trees import call, loss_of, out_of_form
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, filled, named, tried
+from conformance.distributed.fsdp.scenes.state_dicts import Form, state_dict_of_other_model
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     STRATEGIES,
@@ -90,6 +91,29 @@ def test_summon_with_any_option_matches_torch(
     twins: Twins, strategy: str, use_orig_params: bool, **arguments: Any
 ) -> None:
     twins.agree(summon, leaf_by_leaf(strategy, use_orig_params), may_raise=True, **arguments)
+
+
+def load_inside(scene: Scene, *, kind: str, writeback: bool) -> dict[str, Any]:
+    """Load the state dict of another model inside `summon_full_params`."""
+    state_dict = state_dict_of_other_model(scene, Form(kind))
+    with scene.fsdp.summon_full_params(scene.model, writeback=writeback):
+        scene.model.load_state_dict(state_dict)
+        inside = named(scene.model)
+    return {"inside": inside, "whole": scene.whole_parameters(), "loss": scene.backward()}
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.options")
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@each_wrapping
+def test_load_inside_summon_is_kept_by_writeback(
+    twins: Twins, wrapping: Wrapping, kind: str, writeback: bool
+) -> None:
+    loaded = dict(TREE.build(1).named_parameters())
+    for outcome in twins.agree(load_inside, leaf_by_leaf(**wrapping), kind=kind, writeback=writeback):
+        assert all(
+            torch.equal(values.values, loaded[name]) for name, values in outcome.value["inside"].items()
+        )
 
 
 def stepped_after_summon(scene: Scene, *, strategy: str, is_cleared: bool) -> dict[str, Any]:

@@ -227,17 +227,21 @@ class UnitLoading:
     def write(self) -> None:
         for handle, sources in self._sources.items():
             present = [index for index, source in enumerate(sources) if source is not None]
+            is_summoned, shard = self._unit.phase in SHOWN, handle.flat_param.detach()
+            if is_summoned and handle.is_sharded:
+                # The end of summon_full_params decides whether the summoned values are kept.
+                shard = shard.clone()
             match self._kind:
                 case StateDictType.LOCAL_STATE_DICT:
                     for source in sources:
-                        handle.flat_param.detach()[: len(source)].copy_(source)
+                        shard[: len(source)].copy_(source)
                 case StateDictType.SHARDED_STATE_DICT:
-                    self._write_chunks(handle, present, [sources[index] for index in present])
+                    self._write_chunks(handle, shard, present, [sources[index] for index in present])
                 case _:
                     for index in present:
-                        _write_unsharded(handle, index, sources[index])
-            if self._unit.phase in SHOWN:
-                self._show_written(handle, present)
+                        _write_unsharded(handle, shard, index, sources[index])
+            if is_summoned:
+                self._show_loaded(handle, shard, present)
 
     def piece_of(self, unsharded: Tensor, name: str) -> LoadedPiece:
         """Return a copy of this rank's piece of `unsharded`, which is loaded into the parameter `name`."""
@@ -297,13 +301,14 @@ class UnitLoading:
             "by torch.distributed.checkpoint"
         )
 
-    def _write_chunks(self, handle: FlatParamGroup, indices: Sequence[int], chunks: Sequence[Tensor]) -> None:
+    def _write_chunks(
+        self, handle: FlatParamGroup, shard: Tensor, indices: Sequence[int], chunks: Sequence[Tensor]
+    ) -> None:
         chunks_of_params = [
             ShardChunk(index, self._rows_in(handle, index, chunk))
             for index, chunk in zip(indices, chunks, strict=True)
         ]
         redistribution = Redistribution(handle.layout, self._wrapper._groups, handle.device, self._unit.name)
-        shard = handle.flat_param.detach()
         for index, values in zip(indices, redistribution.pieces_from(chunks_of_params), strict=True):
             piece = handle.pieces[index]
             if piece is not None:
@@ -384,9 +389,9 @@ class UnitLoading:
         like = torch.empty(shape, dtype=dtype, device="meta")
         return StandIn.create(like, name, device=self._wrapper.compute_device, owner=self, source=source)
 
-    def _show_written(self, handle: FlatParamGroup, indices: Sequence[int]) -> None:
+    def _show_loaded(self, handle: FlatParamGroup, shard: Tensor, indices: Sequence[int]) -> None:
         """Copy the loaded values into the unsharded parameters inside `summon_full_params`."""
-        views = handle.views_of(handle.gather_like(handle.flat_param.detach(), self._unit.name))
+        views = handle.views_of(handle.gather_like(shard, self._unit.name))
         if self._unit.summoned or self._unit.phase in SHOWN_ON_ALL_RANKS:
             shown = dict(handle.registered())
             for index in indices:
@@ -448,14 +453,14 @@ def _describe_source(source: Any) -> str:
     return f"{kind} of shape {tuple(shape_of(source))}"
 
 
-def _write_unsharded(handle: FlatParamGroup, index: int, source: Tensor | LoadedPiece) -> None:
-    """Copy this rank's piece of an unsharded parameter into the shard."""
+def _write_unsharded(handle: FlatParamGroup, shard: Tensor, index: int, source: Tensor | LoadedPiece) -> None:
+    """Copy this rank's piece of an unsharded parameter into `shard`."""
     piece, parallel = handle.pieces[index], handle.param_infos[index].parallel
     if parallel is not None and isinstance(source, DTensor):
         source = parallel.local_part(source)
     values = source.values if isinstance(source, LoadedPiece) else _own_piece(handle, index, source)
     if piece is not None and values is not None:
-        handle.flat_param.detach().narrow(0, piece.offset, piece.numel).copy_(values)
+        shard.narrow(0, piece.offset, piece.numel).copy_(values)
 
 
 def _own_piece(handle: FlatParamGroup, index: int, unsharded: Tensor) -> Tensor | None:
