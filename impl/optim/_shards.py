@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -21,6 +21,9 @@ from impl.optim._mesh_placements import MeshPlacements, mesh_placements
 _local_tensor = attrgetter("_local_tensor")
 
 _registered: Any = WeakIdKeyDictionary()
+
+# Functions that return the sharded parameter, if they are given one that modules list instead.
+_finders: list[Callable[[Tensor], Tensor | None]] = []
 
 
 class Sharding(NamedTuple):
@@ -55,6 +58,31 @@ def register_sharding(
         members: all groups whose ranks hold its shards, or repeat them.
     """
     _registered[parameter] = _Registered(groups, members)
+
+
+def register_sharded_parameters(find: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a function that `gradients_of` asks for the sharded parameter of a parameter without a gradient.
+
+    While a unit is unsharded, its modules list unsharded parameters. The gradients stay with the sharded ones.
+    """
+    if find not in _finders:
+        _finders.append(find)
+
+
+def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters, or else of the sharded parameters that they stand for."""
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    if len(grads) == len(parameters) or not _finders or torch.compiler.is_compiling():
+        return grads
+    owners = [_with_gradient(parameter) for parameter in parameters]
+    return [grad for owner in owners if (grad := owner.grad) is not None]
+
+
+def _with_gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is not None or not parameter.requires_grad:
+        return parameter
+    candidates = (find(parameter) for find in _finders)
+    return next((sharded for sharded in candidates if sharded is not None), parameter)
 
 
 def is_distributed(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from conformance.distributed.fsdp.scenes import prompted_model
 from conformance.distributed.fsdp.scenes.fully_shard_training import (
     described,
     full_gradients,
+    full_value,
     held,
     layout_of,
     registered,
@@ -330,3 +331,27 @@ def zeros_with_leaf_inputs(scene: Scene, numbers: list[int | None]) -> dict[str,
 @pytest.mark.parametrize("numbers", [[0, 1], [None, 1], [1, None], [None, None]])
 def test_zeros_are_reduced_for_units_with_leaf_inputs(plain_twins: PlainTwins, numbers: list[Any]) -> None:
     plain_twins.agree(zeros_with_leaf_inputs, numbers=numbers)
+
+
+def clipped_while_unsharded(scene: Scene, *, unsharded_by: str) -> dict[str, Any]:
+    """Clip the gradients of `model.parameters()` while units are unsharded. Return the norm and all gradients.
+
+    Args:
+        unsharded_by: a `backward` that keeps its units, or another `forward`, which no backward follows.
+    """
+    model = scene.shard_children(blocks(), reshard_after_forward=False)
+    model.set_reshard_after_backward(unsharded_by != "backward")
+    parameters = [*model.parameters()]
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64, device=scene.rank.device).view(2, 6)
+    scene.mean(lambda rank: model(x + rank).square().mean()).backward()
+    if unsharded_by == "forward":
+        model(x)
+    norm = scene.library.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    return {"norm": full_value(norm), "gradients": [full_value(parameter.grad) for parameter in parameters]}
+
+
+@clause("distributed.fsdp.fully_shard.clipped_while_unsharded")
+@pytest.mark.deviation("fully_shard.clipped_while_unsharded")
+@pytest.mark.parametrize("unsharded_by", ["backward", "forward"])
+def test_gradients_are_clipped_while_unsharded(plain_twins: PlainTwins, unsharded_by: str) -> None:
+    plain_twins.deviate_to_unsharded(clipped_while_unsharded, unsharded_by=unsharded_by)

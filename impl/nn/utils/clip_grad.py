@@ -14,6 +14,7 @@ from torch import Tensor
 
 from impl.kernels import no_grad_fast
 from impl.nn.utils._clip_routes import Route, by_device_and_dtype, route_for
+from impl.optim._shards import gradients_of
 
 __all__ = ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"]
 
@@ -205,8 +206,7 @@ def clip_grad_value_(
 
 
 def _gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    return [grad for parameter in listed if (grad := parameter.grad) is not None]
+    return gradients_of([parameters] if isinstance(parameters, Tensor) else list(parameters))
 
 
 def _total_norm(route: Route, norm_type: float, error_if_nonfinite: bool) -> Tensor:

@@ -66,6 +66,7 @@ class ShardsNothing:
     """Library of the unsharded reference. Its APIs return the module, with the methods of sharded modules."""
 
     distributed = torch.distributed  # enums and policies
+    nn = torch.nn
 
     @staticmethod
     def find(path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Checks that refuse steps of optimizers that have unsharded parameters or states."""
+"""Optimizers and clipping that are given unsharded parameters: refuse the steps, and clip the sharded gradients."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from impl.distributed.fsdp._layout.sharded_param import name_of_sharded
+from impl.distributed.fsdp._layout.sharded_param import name_of_sharded, sharded_param_of
 from impl.distributed.fsdp._params.param_registration import owner_of_replaced
 from impl.optim._param_groups import params_of
 from impl.optim._refusals import describe_names
+from impl.optim._shards import register_sharded_parameters
 from impl.optim._step_checks import register_step_check
 
 _checked: WeakSet[Optimizer] = WeakSet()  # optimizers that stepped since parameters were sharded
@@ -21,7 +22,13 @@ def note_sharding() -> None:
     """Check the next step of every optimizer, because it may have been made before the parameters were sharded."""
     register_step_check(_check_params)
     register_step_check(_check_states)
+    register_sharded_parameters(_sharded)
     _checked.clear()
+
+
+def _sharded(parameter: Tensor) -> Tensor | None:
+    owner = sharded_param_of(parameter)
+    return None if owner is None else owner.sharded
 
 
 def _check_params(optimizer: Optimizer) -> None:

@@ -280,9 +280,9 @@ class ShardedParam:
         return flat.as_strided(self.local_shape, self._local_stride, start)
 
 
-def sharded_param_of(original: nn.Parameter) -> ShardedParam | None:
-    """Return the ShardedParam of an original parameter, or None if it is not sharded or its modules are gone."""
-    _, owner = owner_of_replaced(original) or ("", None)
+def sharded_param_of(replaced: Tensor) -> ShardedParam | None:
+    """Return the owner of an original or unsharded parameter, or None if it is not sharded or its modules are gone."""
+    _, owner = owner_of_replaced(replaced) or ("", None)
     return owner if isinstance(owner, ShardedParam) else None
 
 
