@@ -153,6 +153,8 @@ class Loop:
 
     def decay(self) -> None:
         """Run a backward of a penalty on the sharded parameters themselves."""
+        # A unit that was frozen or thawed while it was unsharded sets its sharded parameters when it reshards.
+        self._reshard()
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not self.waiting:
             torch.stack([_local(parameter).square().sum() for parameter in trained]).sum().backward()
@@ -191,12 +193,14 @@ class Loop:
                 for parameter in self.model.parameters():
                     parameter.mul_(0.75)
             return
-        units = [self.model, *self.model.children()]
-        for unit in units:
+        for unit in [self.model, *self.model.children()]:
             unit.unshard()
-        for unit in units:
-            unit.reshard()
+        self._reshard()
         self.write()
+
+    def _reshard(self) -> None:
+        for unit in () if self.is_fsdp1 else (self.model, *self.model.children()):
+            unit.reshard()
 
     def cast(self) -> None:
         """Round the parameters and the gradients."""
@@ -273,6 +277,7 @@ def trained(scene: Scene, events: list[Event], sharded_by: str) -> list[Tensor]:
 @example(events=[_ACCUMULATE, _CLEAR, ("decay", {})])
 @example(events=[_ACCUMULATE, ("fail", {"by": "optimizer", "waits": True}), ("decay", {})])
 @example(events=[_BACKWARD, ("freeze", {})])
+@example(events=[("freeze", {}), _BACKWARD, ("freeze", {"thaws": True}), ("decay", {})])
 @example(events=[_BACKWARD, ("clear", {"by": "model"})])
 def test_events_in_any_order_train_like_unsharded(twins: Twins, sharded_by: str, events: list[Event]) -> None:
     how = {"events": events, "sharded_by": sharded_by}
