@@ -143,6 +143,49 @@ def unsharded_keep_gradients(shard: Callable[[], Any], modules: list[Any], keywo
         vars(module)["zero_grad"] = functools.partial(torch.nn.Module.zero_grad, module)
 
 
+@sharding()
+def other_placements_dropped(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    """A parameter in place of one that is sharded differently is silently replaced by that one again."""
+    shard()
+    for module in modules:
+        sharded = {name: param for name, param in module.named_parameters() if is_dtensor(param)}
+        module.register_forward_pre_hook(functools.partial(_put_back, sharded), prepend=True)
+
+
+def _put_back(sharded: dict[str, Any], module: Any, inputs: Any) -> None:
+    del inputs
+    for name, param in list(module.named_parameters()):
+        before = sharded.get(name)
+        if before is not None and is_dtensor(param) and param.placements != before.placements:
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, before)
+
+
+@sharding()
+def own_output_not_differentiated(
+    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
+) -> None:
+    """A forward cannot take a gradient if its input is an earlier output of the module."""
+    shard()
+
+    def refuse(module: Any, inputs: Any) -> None:
+        value = inputs[0] if inputs else None
+        if value is not None and value is vars(module).get("_faulty_output"):
+            inputs[0].register_hook(_raise_in_forward)
+
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        vars(module)["_faulty_output"] = output
+
+    for module in modules:
+        module.register_forward_pre_hook(refuse)
+        module.register_forward_hook(note)
+
+
+def _raise_in_forward(gradient: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError("backward reached a module in the middle of its forward")
+
+
 # -- deferred reductions
 
 

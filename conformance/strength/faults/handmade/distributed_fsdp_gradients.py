@@ -245,6 +245,16 @@ def cleared_gradients_return(backward: Backward) -> None:
 
 
 @in_no_sync()
+def average_hidden(backward: Backward) -> None:
+    """A backward in no_sync hides the average of earlier backwards, also if gradients are not sharded."""
+    is_first = backward.is_in_no_sync and not vars(backward.model).get("_faulty_was_in_no_sync")
+    backward.model._faulty_was_in_no_sync = backward.is_in_no_sync
+    for grad, before in backward.pairs:
+        if is_first and before is not None and before.shape == grad.shape:
+            grad.sub_(before)
+
+
+@in_no_sync()
 def mean_over_backwards(backward: Backward) -> None:
     """Gradients accumulated in no_sync are divided by the number of backwards."""
     model = backward.model

@@ -141,3 +141,10 @@ def dtensor_norm_of_this_rank(original: Any, parameters: Any, *args: Any, **kwar
     """The norm of the rank's own shards is returned."""
     norm = original(parameters, *args, **kwargs)
     return norm.to_local() if is_dtensor(norm) else norm
+
+
+@broken(NORM)
+def unsharded_not_clipped(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Parameters that are listed while they are unsharded are skipped, because they have no gradients."""
+    listed = as_list(parameters)
+    return original([parameter for parameter in listed if parameter.grad is not None], *args, **kwargs)
