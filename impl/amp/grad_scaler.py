@@ -480,7 +480,8 @@ class GradScaler(StepReports):
 
         `update` lowers the scale if a microbatch had inf or nan. Inside, `.grad` is that of this microbatch. If an
         exception leaves the region, the sum is as before, and other ranks wait unless it leaves theirs too. Gradients
-        that are set to None between microbatches begin a new sum. For several optimizers, nest regions.
+        that are set to None between microbatches begin a new sum. Microbatches that were all left out have no gradients
+        to set to None, so they count until the next `update`. For several optimizers, nest regions.
 
         Ranks that share sharded parameters leave out the same microbatches, with or without `no_sync`. Ranks of
         DistributedDataParallel use a `ShardedGradScaler`, and no `no_sync` of that module.
