@@ -22,9 +22,11 @@ from conformance.distributed.fsdp.scenes.forked_model import (
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import (
+    STRATEGIES,
     RankOutcomes,
     Twins,
     Wrapping,
+    both_kinds,
     each_strategy,
     each_wrapping,
     raises,
@@ -99,6 +101,17 @@ def memory_between(scene: Scene) -> list[Tensor]:
     return _written_between(scene, change)
 
 
+def summoned_between(scene: Scene) -> list[Tensor]:
+    """Change summoned parameters in place, with writeback, between a forward and its backward."""
+
+    def change() -> None:
+        with scene.fsdp.summon_full_params(scene.model), torch.no_grad():
+            for parameter in scene.model.parameters():
+                parameter.mul_(0.5)
+
+    return _written_between(scene, change)
+
+
 def _written_between(scene: Scene, write: Callable[[], None]) -> list[Tensor]:
     backward(scene, 0)
     graph = loss(scene, 1)
@@ -134,7 +147,13 @@ def _stepped_after_another(
 
 REFUSED = [
     *itertools.product(
-        (stepped_between, stepped_between_by_a_fused_optimizer, changed_between, memory_between),
+        (
+            stepped_between,
+            stepped_between_by_a_fused_optimizer,
+            changed_between,
+            summoned_between,
+            memory_between,
+        ),
         (Headed, Forked),
     ),
     *itertools.product(
@@ -225,6 +244,31 @@ def test_training_continues_after_unread_step(
     """A step of parameters that the backward does not read does no harm."""
     arguments = {"does": does, "makes": makes, **wrapping}
     twins.deviate_to_unsharded(written, **arguments, may_agree=True)
+
+
+def discarded_between(scene: Scene) -> list[Tensor]:
+    """Write to summoned parameters, without writeback, between a forward and its backward."""
+    graph = loss(scene, 0)
+    if scene.shards:
+        with scene.fsdp.summon_full_params(scene.model, writeback=False), torch.no_grad():
+            for parameter in scene.model.parameters():
+                parameter.mul_(0.5)
+    graph.backward()
+    step(scene)
+    return [output(scene)]
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.discarded_writes")
+@pytest.mark.deviation("fsdp.discarded_writes")
+@pytest.mark.world_sizes(fewest=2)
+@both_kinds
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_backward_after_discarded_write_has_gradients_of_its_forward(
+    twins: Twins, strategy: str, use_orig_params: bool
+) -> None:
+    """The outermost unit of torch stays unsharded from forward to backward."""
+    wrapping = {"strategy": strategy, "use_orig_params": use_orig_params}
+    twins.deviate_to_unsharded(written, does=discarded_between, makes=Headed, **wrapping)
 
 
 class PartlyRead(nn.Module):

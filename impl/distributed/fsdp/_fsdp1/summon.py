@@ -114,6 +114,7 @@ class _SummonedHandle:
         # Versions of the summoned parameters at the last use by a forward.
         self._versions: list[_Version] = []
         self._first_versions: list[_Version] = []
+        self._shard_versions: list[int] = []  # `handle.versions` at the beginning
 
     @torch.inference_mode(False)  # inference tensors have no version
     @torch.no_grad()
@@ -133,6 +134,7 @@ class _SummonedHandle:
         self._views = handle.views_of(self._shown_buffer)
         handle.register_unsharded_params(self._views)
         self._first_versions = self._versions = self._versions_now()
+        self._shard_versions = handle.versions
         if grads is not None:
             self._set_unsharded_grads(grads)
             self._has_unsharded_grads = self._handle.is_sharded
@@ -181,7 +183,10 @@ class _SummonedHandle:
         if keeps:
             self._take_in()
             self._write_back()
-        elif self._was_computed_with and self._first_versions != self._versions_now():
+        elif not self._was_computed_with:
+            # No graph contains the discarded values.
+            handle.ignore_writes_since(self._shard_versions)
+        elif self._first_versions != self._versions_now():
             # A graph may contain values that no parameter has any more.
             torch.autograd.graph.increment_version(handle.flat_param)
         if handle.use_orig_params:

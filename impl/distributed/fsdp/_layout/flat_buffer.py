@@ -127,6 +127,11 @@ class UnshardedBuffer:
         torch.clear_autocast_cache()
         return changed[: len(self.views)]
 
+    def follow_versions(self, before: list[int], now: list[int]) -> None:
+        """Record that a shard with the versions `now` has the same elements as with the versions `before`."""
+        if self._filled_from == before:
+            self._filled_from = now
+
     def lacks_gradients(self) -> bool:
         if any(view.grad is None for view in self.views if view.requires_grad):
             return True

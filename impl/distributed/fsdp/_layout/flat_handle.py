@@ -118,6 +118,11 @@ class FlatParamHandle:
         """Version of the flat shard, followed by those of the user's own parameters."""
         return [self.flat_param._version, *[p._version for p in self.parameters]]
 
+    def ignore_writes_since(self, versions: list[int]) -> None:
+        """Ignore writes to the user's own parameters since `versions`, because they did not change the shard."""
+        for unsharded in self._unsharded.values():
+            unsharded.follow_versions(versions, [versions[0], *self.versions[1:]])
+
     def set_param_dtype(self, dtype: torch.dtype) -> None:
         """Set the dtype that the optimizer steps in. The dtypes to compute and reduce in stay the same.
 
