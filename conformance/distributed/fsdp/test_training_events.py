@@ -61,7 +61,7 @@ class Loop:
 
     def __init__(self, scene: Scene, sharded_by: str) -> None:
         kind, _, strategy = sharded_by.partition(" ")
-        self.scene, self.is_fsdp1 = scene, kind in ("flat", "originals")
+        self.scene, self.is_fsdp1, self.is_flat = scene, kind in ("flat", "originals"), kind == "flat"
         model = filled(Forked())
         if self.is_fsdp1:
             strategy = strategy or "FULL_SHARD"
@@ -75,6 +75,8 @@ class Loop:
         self.parameters: list[Any] = self.optimizer.param_groups[0]["params"]
         # The units whose gradients are not averaged yet: "always" and "sometimes".
         self.waiting: set[str] = set()
+        # Without sharding, a penalty after a failed backward in no_sync looks like a changed gradient of that backward.
+        self.is_sharded, self._hides_clears = strategy != "NO_SHARD" and scene.rank.world_size > 1, False
         self.outputs: list[Tensor] = []
         self._forwards = 0
 
@@ -126,6 +128,7 @@ class Loop:
             with pytest.raises(KeyError, match="amid the backward"):
                 result.backward()
         self.clear(by=by)
+        self._hides_clears |= waits and not self.is_sharded
 
     def fail_forward(self) -> None:
         """Run a forward that raises before its last unit. Gradients of earlier backwards stay."""
@@ -151,12 +154,13 @@ class Loop:
         self.clear(by="model")
         self.model.sometimes.requires_grad_(thaws)
 
-    def decay(self) -> None:
-        """Run a backward of a penalty on the sharded parameters themselves."""
+    def decay(self, *, biases: bool = False) -> None:
+        """Run a backward of a penalty on the sharded parameters themselves, or on the biases if they are apart."""
         # A unit that was frozen or thawed while it was unsharded sets its sharded parameters when it reshards.
         self._reshard()
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        if not self.waiting:
+        penalised = self.parameters[1::2] if biases and not self.is_flat else self.parameters
+        trained = [parameter for parameter in penalised if parameter.requires_grad]
+        if trained and not self.waiting and not self._hides_clears:
             torch.stack([_local(parameter).square().sum() for parameter in trained]).sum().backward()
 
     def scale(self, *, clips: bool) -> None:
@@ -237,7 +241,7 @@ EVENTS: dict[str, list[dict[str, Any]]] = {
     "fail_forward": [{}],
     "clear": [{"by": by, "set_to_none": sets} for by in ("optimizer", "model") for sets in (True, False)],
     "freeze": [{}, {"thaws": True}],
-    "decay": [{}],
+    "decay": [{}, {"biases": True}],
     "scale": [{"clips": True}, {"clips": False}],
     "step": [{}],
     "load": [{}],
@@ -275,6 +279,9 @@ def trained(scene: Scene, events: list[Event], sharded_by: str) -> list[Tensor]:
 @example(events=[_ACCUMULATE, _CLEAR, ("accumulate", _WITHOUT_UNIT)])
 @example(events=[_ACCUMULATE, ("fail", {"by": "optimizer"})])
 @example(events=[_ACCUMULATE, _CLEAR, ("decay", {})])
+@example(events=[_ACCUMULATE, _CLEAR, ("decay", {}), ("step", {})])
+@example(events=[_ACCUMULATE, _CLEAR, ("decay", {"biases": True}), ("step", {})])
+@example(events=[_ACCUMULATE, _CLEAR, ("decay", {"biases": True})])
 @example(events=[_ACCUMULATE, ("fail", {"by": "optimizer", "waits": True}), ("decay", {})])
 @example(events=[_BACKWARD, ("freeze", {})])
 @example(events=[("freeze", {}), _BACKWARD, ("freeze", {"thaws": True}), ("decay", {})])

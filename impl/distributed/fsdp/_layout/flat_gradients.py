@@ -7,7 +7,7 @@ aside. Without sharding it counts in the sum, because the average of equal gradi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,7 +105,7 @@ class GradientShard:
 
     def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
         unreduced = self._unreduced
-        if self._reduced_grads is None and (unreduced is None or self._is_unreduced_cleared(unreduced)):
+        if self._reduced_grads is None and (unreduced is None or not self._has_unreduced_grad(unreduced)):
             return []
         handle = self._handle
         names = [slot.name for slot in handle.layout.slots]
@@ -130,7 +130,8 @@ class GradientShard:
         unreduced = self._unreduced
         if unreduced is None:
             return
-        if self._is_unreduced_cleared(unreduced):
+        new = self._new_grads(unreduced)
+        if self._is_cleared(new):
             self._forget_averaged()
             self._forget_unreduced()
         else:
@@ -138,7 +139,7 @@ class GradientShard:
                 names = [slot.name for slot in self._handle.layout.slots]
                 raise partial_gradients(names, "set them to None by zero_grad()")
             unreduced.is_partial = False  # the user has zeroed them
-            self._follow_user(unreduced)
+            self._follow_user(unreduced, new)
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         handle = self._handle
@@ -351,8 +352,10 @@ class GradientShard:
             return None
         return self._taken_from_grad()
 
-    def _is_cleared(self) -> bool:
-        return all(parameter.grad is None for parameter in self._handle.stepped)
+    def _is_cleared(self, new: Sequence[int] = ()) -> bool:
+        """Return whether no parameter has a `.grad`, apart from the parameters at `new`."""
+        stepped = enumerate(self._handle.stepped)
+        return all(parameter.grad is None or index in new for index, parameter in stepped)
 
     def _taken_from_grad(self) -> Tensor | None:
         handle = self._handle
@@ -394,24 +397,45 @@ class GradientShard:
                 assert parameter.grad is not None
                 unreduced.shown.append(_ShownUnreduced(index, view, parameter.grad._version))
 
-    def _is_unreduced_cleared(self, unreduced: _Unreduced) -> bool:
-        """Return whether the user has cleared every unreduced `.grad`.
+    def _new_grads(self, unreduced: _Unreduced) -> list[int]:
+        """Return the parameters whose unreduced `.grad` was cleared, and then set by a loss that reads them directly.
 
-        A loss that reads parameters directly may have set `.grad` since. It then has the shape of the shard.
+        Such a gradient has the shape of the parameter's shard. Without sharding it looks like a gradient that the user
+        has assigned, and counts as one.
         """
-        pairs = zip(self._handle.stepped, self._views_shown(unreduced), strict=True)
-        present = [(param.grad, view) for param, view in pairs if param.grad is not None and view.numel()]
-        if any(grad.data_ptr() == view.data_ptr() and grad.shape == view.shape for grad, view in present):
-            return False
-        # Without sharding the shapes agree. Then a new `.grad` replaces the unreduced one, which it cannot if that is
-        # partial.
-        return not present or unreduced.is_partial or any(grad.shape != view.shape for grad, view in present)
+        if not self._handle.is_sharded:
+            return []
+        triples = [
+            (index, param, param.grad)
+            for index, (param, view) in enumerate(self._pairs_shown(unreduced))
+            if param.grad is not None and not _is_memory_of(param.grad, view)
+        ]
+        if any(grad.shape != param.shape for _, param, grad in triples):
+            return []  # the user has assigned to `.grad.data`
+        return [index for index, _, _ in triples]
 
-    def _follow_user(self, unreduced: _Unreduced) -> None:
+    def _pairs_shown(self, unreduced: _Unreduced) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        return zip(self._handle.stepped, self._views_shown(unreduced), strict=True)
+
+    def _has_unreduced_grad(self, unreduced: _Unreduced) -> bool:
+        """Return whether a parameter still has its unreduced `.grad`.
+
+        Without sharding, a `.grad` that was assigned may belong to a new sum, so it does not count.
+        """
+        if self._handle.is_sharded:
+            return not self._is_cleared(self._new_grads(unreduced))
+        pairs = self._pairs_shown(unreduced)
+        return any(param.grad is not None and _is_memory_of(param.grad, view) for param, view in pairs)
+
+    def _follow_user(self, unreduced: _Unreduced, new: Sequence[int]) -> None:
         """Apply the user's change of the published `.grad` to the unreduced gradient: cleared, zeroed or replaced."""
         handle = self._handle
         for shown in unreduced.shown:
             grad = handle.stepped[shown.index].grad
+            if grad is not None and shown.index in new:
+                shown.view.zero_()
+                self._average_of(shown.index, grad).copy_(grad)
+                continue
             is_there = grad is not None and grad.data_ptr() == shown.view.data_ptr()
             if grad is not None and is_there and grad._version == shown.version:
                 continue
@@ -420,6 +444,13 @@ class GradientShard:
                 self._clear_averaged(shown.index)
             elif not is_there:
                 shown.view.copy_(grad)
+
+    def _average_of(self, index: int, grad: Tensor) -> Tensor:
+        """Return the piece of the average for an original parameter that has elements on this rank."""
+        if self._averaged is None:
+            self._averaged = grad.new_zeros(self._handle.layout.shard_numel)
+        piece = self._handle.pieces_of(self._averaged)[index]
+        return grad if piece is None else piece
 
     def _clear_averaged(self, index: int) -> None:
         if self._averaged is None:
@@ -460,6 +491,10 @@ class GradientShard:
     def _mark_partial(self) -> None:
         if self._unreduced is not None:
             self._unreduced.is_partial = True
+
+
+def _is_memory_of(grad: Tensor, view: Tensor) -> bool:
+    return grad.shape == view.shape and (not view.numel() or grad.data_ptr() == view.data_ptr())
 
 
 def _sum(earlier: Tensor | None, new: Tensor | None) -> Tensor | None:
