@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock
-from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, raises
 from conformance.judge.clauses import clause
 
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"))))
@@ -111,3 +113,35 @@ def test_wrapped_module_is_one_graph(twins: Twins, use_orig_params: bool) -> Non
         assert all(graph == block for graph in first)
         assert len(first) <= BLOCKS
         assert not any(later)
+
+
+def parameters_after_compiled_autograd(scene: Scene, *, api: str) -> dict[str, torch.Tensor]:
+    """Run two steps whose backwards are run by compiled autograd. Return the full parameters."""
+    torch._dynamo.reset()
+    model: Any = filled(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    if api == "fully_shard":
+        scene.shard_children(model)
+    else:
+        model = scene.wrap(model, units=[nn.Linear], use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    for _ in range(2):
+        with torch._dynamo.compiled_autograd._enable(functools.partial(torch.compile, backend="eager")):
+            scene.mean(lambda rank: model(x + rank).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model) if api == "fully_shard" else scene.whole_parameters(model)
+
+
+@clause("distributed.fsdp.failures.compiled_autograd")
+@pytest.mark.deviation("fsdp.compiled_autograd")
+@pytest.mark.deadline(DEADLINE_S)
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize("api", ["fully_shard", pytest.param("FSDP1", marks=FULL_PROFILE)])
+def test_compiled_autograd_trains_or_raises(cpu_twins: Twins, api: str) -> None:
+    program = parameters_after_compiled_autograd
+    is_named, is_trained = (
+        raises(RuntimeError, "ompiled autograd"),
+        cpu_twins.like_unsharded(program, api=api),
+    )
+    cpu_twins.deviate(program, we_do=lambda outcomes: is_named(outcomes) or is_trained(outcomes), api=api)

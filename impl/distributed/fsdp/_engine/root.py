@@ -6,10 +6,12 @@ the iteration.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -171,6 +173,7 @@ class Root:
     def begin_backward(self) -> None:
         """Register `end_backward` with autograd for the end of the running backward."""
         if not self.is_in_backward:
+            _check_engine()
             ending = _EndOfBackward(self)
             self._ending = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
@@ -318,3 +321,18 @@ class Root:
         """
         if self._pins and self.is_idle():
             block_host_until_shards_read(self.streams)
+
+
+def _check_engine() -> None:
+    """Check that autograd's own engine runs the backward. Compiled autograd drops callbacks at its end.
+
+    Raises:
+        RuntimeError: compiled autograd runs it.
+    """
+    # An import of the module would take a second.
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is not None and module.in_compiled_autograd_region:
+        raise RuntimeError(
+            "compiled autograd does not run what ends the backward of a sharded model, so its parameters would not be "
+            "trained. Turn compiled autograd off. torch.compile of the modules also compiles their backwards"
+        )
