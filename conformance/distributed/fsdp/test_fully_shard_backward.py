@@ -347,6 +347,7 @@ def clipped_while_unsharded(scene: Scene, *, unsharded_by: str) -> dict[str, Any
     if unsharded_by == "forward":
         model(x)
     norm = scene.library.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scene.library.nn.utils.clip_grad_value_(model.parameters(), 0.05)
     return {"norm": full_value(norm), "gradients": [full_value(parameter.grad) for parameter in parameters]}
 
 

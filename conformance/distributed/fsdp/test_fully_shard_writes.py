@@ -204,7 +204,15 @@ def test_parameter_in_place_of_sharded_one_is_refused(
     def is_named(error: Any) -> bool:
         return all(word in str(error) for word in ("TypeError", "weight", "assign a DTensor"))
 
-    plain_twins.deviate(replaced, we_do=each(is_named), by=by, trained=trained)
+    # torch raises an internal error, or computes with the old parameter or with wrong elements.
+    computes = trained or by == "fewer"
+    plain_twins.deviate(
+        replaced,
+        torch_does=each(lambda result: ("tensor(" in str(result)) is computes),
+        we_do=each(is_named),
+        by=by,
+        trained=trained,
+    )
 
 
 def whole_assigned(scene: Scene) -> dict[str, Any]:

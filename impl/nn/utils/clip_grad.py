@@ -66,7 +66,8 @@ def clip_grads_with_norm_(
     """Scale gradients in place by `max_norm / (total_norm + 1e-6)` if that is below 1.
 
     Args:
-        parameters: tensors of any shape. Those with `grad is None` are skipped.
+        parameters: tensors of any shape. Those with `grad is None` are skipped, except unsharded parameters of
+            `fully_shard`. The gradients of the corresponding sharded parameters are used.
         max_norm: same unit as `total_norm`. A negative value reverses the gradients, like torch.
         total_norm: 0-dim norm, on any device.
         foreach: as in `get_total_norm`.
@@ -77,7 +78,7 @@ def clip_grads_with_norm_(
     Sync: none if `total_norm` is on the gradients' device. Collectives: none, unless `total_norm` is a DTensor that is
         not replicated, like torch's infinity norm.
     Source: torch.nn.utils.clip_grads_with_norm_ 2.13; differences: the ValueError (torch overwrites every gradient
-        with nan), and if one gradient raises, no plain gradient is changed.
+        with nan); if one gradient raises, no plain gradient is changed; and gradients of unsharded parameters.
 
     >>> import torch
     >>> weight = torch.zeros(2, requires_grad=True)
@@ -100,8 +101,9 @@ def clip_grad_norm_(
     """Scale gradients in place so that their joint norm is at most `max_norm`.
 
     Args:
-        parameters: tensors of any shape. Those with `grad is None` are skipped. A parameter listed twice counts
-            twice and is scaled twice, like torch.
+        parameters: tensors of any shape. Those with `grad is None` are skipped, except unsharded parameters of
+            `fully_shard`. The gradients of the corresponding sharded parameters are used. A parameter listed twice
+            counts twice and is scaled twice, like torch.
         max_norm: same unit as the gradients. A negative value reverses the gradients, like torch.
         norm_type: as in `get_total_norm`.
         error_if_nonfinite: raise, before anything is changed, if the norm is nan or inf. Otherwise such a norm scales
@@ -175,7 +177,8 @@ def clip_grad_value_(
     """Clamp every element of every gradient to [-clip_value, clip_value] in place. NaN stays NaN.
 
     Args:
-        parameters: tensors of any shape. Those with `grad is None` are skipped.
+        parameters: tensors of any shape. Those with `grad is None` are skipped, except unsharded parameters of
+            `fully_shard`. The gradients of the corresponding sharded parameters are used.
         clip_value: not negative.
         foreach: as in `get_total_norm`.
 
@@ -185,7 +188,8 @@ def clip_grad_value_(
         ValueError: `clip_value` is nan or negative.
     Sync: none. Collectives: none.
     Source: torch.nn.utils.clip_grad_value_ 2.13; differences: the ValueError (torch overwrites every gradient, with
-        nan or with the negative value), and if one gradient raises, no plain gradient is changed.
+        nan or with the negative value); if one gradient raises, no plain gradient is changed; and gradients of
+        unsharded parameters.
 
     >>> import torch
     >>> weight = torch.zeros(2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Optimizers and clipping that are given unsharded parameters: refuse the steps, and clip the sharded gradients."""
+"""Checks that refuse steps of unsharded parameters or states, and clipping of the gradients of unsharded parameters."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def note_sharding() -> None:
     """Check the next step of every optimizer, because it may have been made before the parameters were sharded."""
     register_step_check(_check_params)
     register_step_check(_check_states)
-    register_sharded_parameters(_sharded)
+    register_sharded_parameters(_sharded_parameter)
     _checked.clear()
 
 
-def _sharded(parameter: Tensor) -> Tensor | None:
+def _sharded_parameter(parameter: Tensor) -> Tensor | None:
     owner = sharded_param_of(parameter)
     return None if owner is None else owner.sharded
 

@@ -252,6 +252,7 @@ class ShardedParam:
         spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
         dtensor = new_dtensor(leading_view(shard, shape), spec)
         param = nn.Parameter(dtensor, requires_grad=self.sharded.requires_grad)
+        note_replaced(param, self.name, self)  # an optimizer must not step it
         if has_grad_dtype(self.sharded):
             param.grad_dtype = self.grad_dtype
         return param

@@ -221,6 +221,7 @@ class UnshardedParams:
         for index, extension in enumerate(self._extensions) if self._is_extended else ():
             if extension is not None:
                 self.views[index] = extension.unsharded(self.dtypes[index])
+                note_replaced(self.views[index], self._params[index].name, self._params[index])
                 _set_grad_dtype(self.views[index], self._view_grad_dtypes[index])
 
     def share_requires_grad(self, post_forward_params: Sequence[nn.Parameter]) -> None:
