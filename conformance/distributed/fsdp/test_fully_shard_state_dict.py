@@ -66,6 +66,27 @@ def test_torchs_helpers_save_and_load(plain_twins: PlainTwins, whole: bool) -> N
         assert_same_outcome(Outcome(first), Outcome(repeated))
 
 
+def saved_while_accumulating(scene: Scene, optimizer_type: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Get the states of an optimizer without states between two backwards of a step. Return them and the parameters."""
+    model = scene.shard_children(blocks())
+    optimizer = optimizer_type(model.parameters(), lr=0.125)
+    model.set_requires_gradient_sync(False)
+    model(batch_of(scene, 0)).square().mean().backward()
+    states = checkpoints.get_optimizer_state_dict(model, optimizer)
+    model.set_requires_gradient_sync(True)
+    model(batch_of(scene, 1)).square().mean().backward()
+    optimizer.step()
+    return {"states": _described(states), "lr": optimizer.param_groups[0]["lr"], "held": held(model)}
+
+
+@clause("distributed.fsdp.fully_shard.checkpoint_helpers")
+@pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.AdamW])
+def test_states_are_saved_while_gradients_wait(
+    plain_twins: PlainTwins, optimizer_type: type[torch.optim.Optimizer]
+) -> None:
+    plain_twins.agree(saved_while_accumulating, optimizer_type=optimizer_type)
+
+
 _HELPERS = "distributed.checkpoint.state_dict"
 
 

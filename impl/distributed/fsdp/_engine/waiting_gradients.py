@@ -13,6 +13,7 @@ from impl.distributed.fsdp._params.param_group import ParamGroup
 from impl.kernels import dynamo_disable
 from impl.optim._param_groups import params_of
 from impl.optim._refusals import describe_names
+from impl.optim._shards import local_part
 from impl.optim._step_checks import CheckingHook
 
 
@@ -71,7 +72,7 @@ class _Detection:
 
     @dynamo_disable
     def _check_synchronized(self, optimizer: Optimizer) -> None:
-        if not self.is_on:
+        if not self.is_on or _only_creates_states(optimizer):
             return
         stepped = set(map(id, params_of(optimizer)))
         if names := _stepped_names(self._open, _trained, stepped):
@@ -87,6 +88,17 @@ class _Detection:
                 "before a step with synchronisation, clear them (fully_shard's by reset_iter_state()) or call "
                 "set_detect_unsynchronized_step(False) to step anyway"
             )
+
+
+def _only_creates_states(optimizer: Optimizer) -> bool:
+    """Return whether the learning rates and all gradients are zero.
+
+    torch.distributed.checkpoint.state_dict makes such a step to create the states that a state dict needs.
+    """
+    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return False
+    grads = [param.grad for param in params_of(optimizer) if param.requires_grad]
+    return all(grad is not None and not local_part(grad).any() for grad in grads)
 
 
 _NamedParams = Iterable[tuple[str, Tensor]]
