@@ -95,7 +95,8 @@ def _only_creates_states(optimizer: Optimizer) -> bool:
 
     torch.distributed.checkpoint.state_dict makes such a step to create the states that a state dict needs.
     """
-    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if any(rate is None or float(rate) for rate in rates):
         return False
     grads = [param.grad for param in params_of(optimizer) if param.requires_grad]
     return all(grad is not None and not local_part(grad).any() for grad in grads)
