@@ -351,7 +351,7 @@ def clipped_while_unsharded(scene: Scene, *, unsharded_by: str) -> dict[str, Any
     return {"norm": full_value(norm), "gradients": [full_value(parameter.grad) for parameter in parameters]}
 
 
-@clause("distributed.fsdp.fully_shard.clipped_while_unsharded")
+@clause("nn.utils.clip_grad.clip_grad_norm_.while_unsharded")
 @pytest.mark.deviation("fully_shard.clipped_while_unsharded")
 @pytest.mark.parametrize("unsharded_by", ["backward", "forward"])
 def test_gradients_are_clipped_while_unsharded(plain_twins: PlainTwins, unsharded_by: str) -> None:
