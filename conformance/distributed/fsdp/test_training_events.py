@@ -85,7 +85,9 @@ class Loop:
         last = 1 + self._forwards % 3
 
         def of_rank(rank: int) -> Tensor:
-            return LOSSES[of](self.model, torch.linspace(0, last, 15).view(5, 3) - rank * 0.25, forks)
+            # On the device, because a recomputation by checkpointing does not move inputs.
+            x = torch.linspace(0, last, 15, device=self.scene.rank.device).view(5, 3)
+            return LOSSES[of](self.model, x - rank * 0.25, forks)
 
         return self.scene.mean(of_rank)
 
