@@ -72,22 +72,25 @@ class _Detection:
 
     @dynamo_disable
     def _check_synchronized(self, optimizer: Optimizer) -> None:
-        if not self.is_on or _only_creates_states(optimizer):
+        if not self.is_on:
             return
         stepped = set(map(id, params_of(optimizer)))
-        if names := _stepped_names(self._open, _trained, stepped):
+        open_names = _stepped_names(self._open, _trained, stepped)
+        waiting_names = _stepped_names(self._waiting, _unsynchronized, stepped)
+        if not (open_names or waiting_names) or _only_creates_states(optimizer):
+            return
+        if open_names:
             raise RuntimeError(
-                f"the gradients of {names} are not finalized, since set_manual_backward_finalization(True) leaves that "
-                "to the caller; before the step, call finalize_backward() of the root and wait() of the handle that it "
-                "returns with async_op=True, or call set_detect_unsynchronized_step(False) to step anyway"
+                f"the gradients of {open_names} are not finalized, since set_manual_backward_finalization(True) leaves "
+                "that to the caller; before the step, call finalize_backward() of the root and wait() of the handle "
+                "that it returns with async_op=True, or call set_detect_unsynchronized_step(False) to step anyway"
             )
-        if names := _stepped_names(self._waiting, _unsynchronized, stepped):
-            raise RuntimeError(
-                f"the gradients of {names} wait to be synchronised, since backwards inside no_sync() or after "
-                "set_requires_gradient_sync(False) or set_requires_all_reduce(False) left them; run the last backward "
-                "before a step with synchronisation, clear them (fully_shard's by reset_iter_state()) or call "
-                "set_detect_unsynchronized_step(False) to step anyway"
-            )
+        raise RuntimeError(
+            f"the gradients of {waiting_names} wait to be synchronised, since backwards inside no_sync() or after "
+            "set_requires_gradient_sync(False) or set_requires_all_reduce(False) left them; run the last backward "
+            "before a step with synchronisation, clear them (fully_shard's by reset_iter_state()) or call "
+            "set_detect_unsynchronized_step(False) to step anyway"
+        )
 
 
 def _only_creates_states(optimizer: Optimizer) -> bool:
