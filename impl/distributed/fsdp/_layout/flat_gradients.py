@@ -2,7 +2,7 @@
 
 Between backwards `.grad` is the average, sharded like the parameters. After a backward without synchronisation `.grad`
 is this rank's own sum over all elements, so that `zero_grad` works as usual. The average of earlier backwards is kept
-aside. Without sharding it counts in the sum, because the average of equal gradients is itself.
+aside. Without sharding it counts in the sum, because the average of equal gradients is that gradient.
 """
 
 from __future__ import annotations
@@ -292,6 +292,7 @@ class GradientShard:
             call_accumulation_hooks(self._handle)
 
     def _set_current_aside(self, unreduced: _Unreduced) -> None:
+        """Keep the average in `.grad` aside, or add it to the unreduced sum if the gradients are not sharded."""
         current = self.current()
         if self._handle.is_sharded:
             self._averaged = _sum(self._averaged, current)
@@ -434,7 +435,7 @@ class GradientShard:
             grad = handle.stepped[shown.index].grad
             if grad is not None and shown.index in new:
                 shown.view.zero_()
-                self._average_of(shown.index, grad).copy_(grad)
+                self._set_averaged(shown.index, grad)
                 continue
             is_there = grad is not None and grad.data_ptr() == shown.view.data_ptr()
             if grad is not None and is_there and grad._version == shown.version:
@@ -445,21 +446,22 @@ class GradientShard:
             elif not is_there:
                 shown.view.copy_(grad)
 
-    def _average_of(self, index: int, grad: Tensor) -> Tensor:
-        """Return the piece of the average for an original parameter that has elements on this rank."""
+    def _set_averaged(self, index: int, grad: Tensor) -> None:
         if self._averaged is None:
             self._averaged = grad.new_zeros(self._handle.layout.shard_numel)
-        piece = self._handle.pieces_of(self._averaged)[index]
-        return grad if piece is None else piece
+        piece = self._averaged_piece(index)
+        if piece is not None:
+            piece.copy_(grad)
 
     def _clear_averaged(self, index: int) -> None:
-        if self._averaged is None:
-            return
-        piece = (
-            self._handle.pieces_of(self._averaged)[index] if self._handle.use_orig_params else self._averaged
-        )
+        piece = self._averaged_piece(index)
         if piece is not None:
             piece.zero_()
+
+    def _averaged_piece(self, index: int) -> Tensor | None:
+        if self._averaged is None or not self._handle.use_orig_params:
+            return self._averaged
+        return self._handle.pieces_of(self._averaged)[index]
 
     def _forget_unreduced(self) -> None:
         self._unreduced = None
