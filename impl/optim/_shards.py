@@ -22,7 +22,7 @@ _local_tensor = attrgetter("_local_tensor")
 
 _registered: Any = WeakIdKeyDictionary()
 
-# Functions that return the sharded parameter, if they are given one that modules list instead.
+# Functions that return the sharded parameter of a parameter that modules list while it is unsharded, or None.
 _finders: list[Callable[[Tensor], Tensor | None]] = []
 
 

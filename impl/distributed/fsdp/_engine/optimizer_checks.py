@@ -1,4 +1,4 @@
-"""Checks that refuse steps of unsharded parameters or states, and clipping of the gradients of unsharded parameters."""
+"""Checks that refuse steps of unsharded parameters or states. Clipping gets the sharded parameters instead."""
 
 from __future__ import annotations
 

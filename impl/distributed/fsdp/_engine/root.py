@@ -333,6 +333,6 @@ def _check_engine() -> None:
     module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if module is not None and module.in_compiled_autograd_region:
         raise RuntimeError(
-            "compiled autograd does not run what ends the backward of a sharded model, so its parameters would not be "
-            "trained. Turn compiled autograd off. torch.compile of the modules also compiles their backwards"
+            "compiled autograd does not run the callback that ends the backward of a sharded model, so the model would "
+            "not be trained. Turn compiled autograd off. torch.compile of the modules also compiles their backwards"
         )

@@ -263,8 +263,8 @@ class Unit(UnitParams[Group_co]):
         """
         self.hook_gradient(gradient)
         self.root.handle_failed_backward()
-        # In a forward the parameters are unsharded, and its own output starts the backward. A gradient that the forward
-        # computes may pass an earlier output, which is its input.
+        # A unit in its forward is unsharded already. A gradient that the forward computes comes here if the input is
+        # an earlier output of the unit.
         if self.phase in BACKWARDS or self.phase in FORWARDS:
             return
         with span("FSDP::pre_backward", self.name):
