@@ -24,7 +24,7 @@ from conformance.distributed.fsdp.scenes.fully_shard_training import (
 from conformance.distributed.fsdp.scenes.prompted_model import Prompted
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, each
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, each, raises
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.judge.tolerances import EXACT
@@ -356,3 +356,39 @@ def clipped_while_unsharded(scene: Scene, *, unsharded_by: str) -> dict[str, Any
 @pytest.mark.parametrize("unsharded_by", ["backward", "forward"])
 def test_gradients_are_clipped_while_unsharded(plain_twins: PlainTwins, unsharded_by: str) -> None:
     plain_twins.deviate_to_unsharded(clipped_while_unsharded, unsharded_by=unsharded_by)
+
+
+def recomputed(scene: Scene, *, with_loss: bool) -> dict[str, Any]:
+    """Checkpoint the whole model, with inputs on the CPU, for two backwards. Return the gradients.
+
+    Args:
+        with_loss: whether the checkpointed region also contains the loss.
+    """
+    model = scene.shard_children(blocks())
+
+    def squares_of(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return squares_of(model(x)) if with_loss else model(x)
+
+    def loss_of(rank: int) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6) + rank
+        output = checkpoint(region, x, use_reentrant=False)
+        return output if with_loss else squares_of(output)
+
+    for _ in range(2):
+        scene.mean(loss_of).backward()
+    return full_gradients(model)
+
+
+@clause("distributed.fsdp.fully_shard.recomputed")
+@pytest.mark.deviation("fully_shard.recomputed_inputs")
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_recomputed_root_moves_inputs(plain_twins: PlainTwins, with_loss: bool) -> None:
+    plain_twins.deviate_to_unsharded(
+        recomputed,
+        torch_does=raises(RuntimeError, "Expected all tensors to be on the same device"),
+        may_agree=True,  # torch agrees on the CPU or if the loss is recomputed
+        with_loss=with_loss,
+    )

@@ -85,7 +85,7 @@ class Loop:
         last = 1 + self._forwards % 3
 
         def of_rank(rank: int) -> Tensor:
-            # On the device, because a recomputation by checkpointing does not move inputs.
+            # On the device, because torch's fully_shard moves no inputs when backward recomputes the root.
             x = torch.linspace(0, last, 15, device=self.scene.rank.device).view(5, 3)
             return LOSSES[of](self.model, x - rank * 0.25, forks)
 

@@ -263,18 +263,18 @@ class ModuleState:
         unit = self.unit
         if self.has_root:
             unit.root.handle_failed_backward()
+        self.find_root()
+        if self.device.type != "cpu" and unit.root.is_root(unit) and unit.phase not in FORWARDS:
+            args, kwargs = move_inputs(args, kwargs, self.device)
         if unit.phase in BACKWARDS:  # recomputed for backward
             args, kwargs = self._cast_inputs(args, kwargs)
             return unit.before_forward(args, kwargs)
-        self.find_root()
         if len(self.modules) > 1:
             if unit.phase in FORWARDS:
                 return self._cast_inputs(args, kwargs)
             # After the root's forward a module may be called on its own, for example for a loss that is computed in
             # chunks.
             self._pending_modules = set(self.modules) if unit.root.is_in_forward() else {module}
-        if self.device.type != "cpu" and unit.root.is_root(unit) and unit.phase not in FORWARDS:
-            args, kwargs = move_inputs(args, kwargs, self.device)
         args, kwargs = self._cast_inputs(args, kwargs)
         # Zeros are reduced as soon as all inputs have their gradients.
         if torch.is_grad_enabled() and any(group.options.reduces_unused for group in self.groups):
