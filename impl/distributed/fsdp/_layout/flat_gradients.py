@@ -7,9 +7,8 @@ aside. Without sharding it counts in the sum, because the average of equal gradi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 
@@ -25,6 +24,7 @@ from impl.distributed.fsdp._layout.flat_grad_hooks import (
 )
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.reduced_grads import ReducedGrads
+from impl.distributed.fsdp._layout.unreduced_grads import UnreducedGrads, add_grads, is_cleared, set_grad
 from impl.distributed.fsdp._params.managed import IN_BACKWARD_OPTIMIZERS
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
 from impl.kernels import copy_to_host_async
@@ -32,26 +32,6 @@ from impl.optim._held_gradients import HeldGradient, HeldGradients
 
 # Keys of held gradients.
 _AVERAGED, _UNREDUCED = "averaged", "unreduced"
-
-
-@dataclass(frozen=True)
-class _ShownUnreduced:
-    """`.grad` of one parameter after a backward without synchronisation."""
-
-    index: int  # index of the parameter
-    view: Tensor
-    version: int  # version of `.grad` when it was published
-
-
-@dataclass
-class _Unreduced:
-    """Sum of the gradients of backwards that did not synchronise."""
-
-    total: Tensor  # [padded_numel]
-    views: list[Tensor]
-    shown: list[_ShownUnreduced] = field(default_factory=list)
-    is_shown: bool = False  # `.grad` has the views
-    is_partial: bool = False  # includes some gradients of a failed backward
 
 
 class GradientShard:
@@ -68,7 +48,7 @@ class GradientShard:
         self._shown_places: list[tuple[int, torch.Size] | None] = []  # address and shape of each
         # A backward has published gradients, which the user may have cleared since.
         self._was_shown = False
-        self._unreduced: _Unreduced | None = None
+        self._unreduced: UnreducedGrads | None = None
         # `.grad` of an unreduced sum that the running backward has reduced.
         self._reduced_grads: ReducedGrads | None = None
         # [padded_numel], unreduced sum before the running microbatch, until it is reduced.
@@ -92,7 +72,7 @@ class GradientShard:
         handle = self._handle
         if not handle.use_orig_params:
             return handle.flat_param.grad is not None
-        if self._shown is not None and not self._is_cleared():
+        if self._shown is not None and not is_cleared(self._handle):
             return True
         trained = [parameter.requires_grad for parameter in handle.parameters]
         return self._was_shown and not handle.layout.is_on_every_rank(compress(handle.layout.slots, trained))
@@ -105,7 +85,7 @@ class GradientShard:
 
     def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
         unreduced = self._unreduced
-        if self._reduced_grads is None and (unreduced is None or not self._has_unreduced_grad(unreduced)):
+        if self._reduced_grads is None and (unreduced is None or not unreduced.is_in_grad()):
             return []
         handle = self._handle
         names = [slot.name for slot in handle.layout.slots]
@@ -118,7 +98,7 @@ class GradientShard:
 
     def forget_if_cleared(self) -> None:
         """Free the memory of gradients that the user has set to None."""
-        if self._shown is not None and self._is_cleared():
+        if self._shown is not None and is_cleared(self._handle):
             self._shown = None
             self._shown_places = []
 
@@ -130,8 +110,8 @@ class GradientShard:
         unreduced = self._unreduced
         if unreduced is None:
             return
-        new = self._new_grads(unreduced)
-        if self._is_cleared(new):
+        new = unreduced.new_grads()
+        if is_cleared(self._handle, new):
             self._forget_averaged()
             self._forget_unreduced()
         else:
@@ -139,7 +119,8 @@ class GradientShard:
                 names = [slot.name for slot in self._handle.layout.slots]
                 raise partial_gradients(names, "set them to None by zero_grad()")
             unreduced.is_partial = False  # the user has zeroed them
-            self._follow_user(unreduced, new)
+            for index, grad in unreduced.follow_user(new):
+                self._set_averaged(index, grad)
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         handle = self._handle
@@ -149,12 +130,11 @@ class GradientShard:
             self.journal.record(self._forget_unreduced)
             dtype = next(grad.dtype for grad in grads if grad is not None)
             total = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
-            self._unreduced = unreduced = _Unreduced(total, handle.views_of(total))
+            self._unreduced = unreduced = UnreducedGrads(handle, total)
             copy_grads(handle.layout, grads, unreduced.views, total)
         else:
             self.journal.record(self._mark_partial)
-            unreduced.shown = []  # set again at the end of this backward
-            _add(unreduced.views, grads)
+            unreduced.add(grads)
 
     def reduce_input(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
@@ -165,7 +145,7 @@ class GradientShard:
         dtype = dtype or handle.reduce_dtype
         total = self._take_unreduced()
         if total is not None:
-            _add(handle.views_of(total), grads)
+            add_grads(handle.views_of(total), grads)
             return total.to(dtype)
         buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
         copy_grads(handle.layout, grads, views, buffer)
@@ -187,8 +167,8 @@ class GradientShard:
         averaged, total = tensors.get(_AVERAGED), tensors.get(_UNREDUCED)
         if total is not None:
             self._averaged = averaged
-            self._unreduced = _Unreduced(total, self._handle.views_of(total))
-            self._show_unreduced(self._unreduced)
+            self._unreduced = UnreducedGrads(self._handle, total)
+            self._unreduced.show()
         elif averaged is not None:
             self.show(averaged)
 
@@ -206,7 +186,7 @@ class GradientShard:
             parts = [(param, piece) for param, piece in pairs if piece is not None]
             held[_AVERAGED] = HeldGradient(averaged, parts)
         if unreduced is not None:
-            parts = list(zip(handle.stepped, self._views_shown(unreduced), strict=True))
+            parts = list(zip(handle.stepped, unreduced.views_shown, strict=True))
             held[_UNREDUCED] = HeldGradient(unreduced.total, parts)
         return held
 
@@ -232,7 +212,7 @@ class GradientShard:
         if unreduced is None:
             assert earlier is not None
             return earlier.clone()
-        if unreduced.is_shown:
+        if unreduced.was_shown:
             self._reduced_grads = ReducedGrads(self._handle.stepped)
         return unreduced.total.clone() if earlier is None else earlier + unreduced.total
 
@@ -257,7 +237,7 @@ class GradientShard:
         """Return the pieces of an average with their parameters, or nothing if `.grad` will be something else."""
         handle = self._handle
         is_cast = self._keeps_low_precision and handle.is_sharded
-        has_grads = self._reduced_grads.has_others() if self._reduced_grads else not self._is_cleared()
+        has_grads = self._reduced_grads.has_others() if self._reduced_grads else not is_cleared(self._handle)
         if self._averaged is not None or has_grads or is_cast or any(map(has_hooks, handle.stepped)):
             return []
         pieces = handle.pieces_of(average) if handle.use_orig_params else [average]
@@ -273,9 +253,9 @@ class GradientShard:
             self._reduced_grads = None
         if not synced:
             # If this backward added nothing, the user's changes of `.grad` stay until the next one.
-            if self._unreduced is not None and not self._unreduced.shown:
+            if self._unreduced is not None and not self._unreduced.is_shown:
                 self._set_current_aside(self._unreduced)
-                self._show_unreduced(self._unreduced)
+                self._unreduced.show()
             return
         reduced, self._reduced = self._reduced, None
         if reduced is None and self._averaged is None:
@@ -291,21 +271,19 @@ class GradientShard:
         if reduced is not None:
             call_accumulation_hooks(self._handle)
 
-    def _set_current_aside(self, unreduced: _Unreduced) -> None:
+    def _set_current_aside(self, unreduced: UnreducedGrads) -> None:
         """Keep the average in `.grad` aside, or add it to the unreduced sum if the gradients are not sharded."""
         current = self.current()
         if self._handle.is_sharded:
             self._averaged = _sum(self._averaged, current)
         elif current is not None:
-            total = unreduced.total
-            unreduced.total = total.to(current.dtype).add_(current.to(total.device))
-            unreduced.views = self._handle.views_of(unreduced.total)
+            unreduced.add_average(current)
 
     def show(self, shard: Tensor) -> None:
         """Publish a shard [shard_numel] as the `.grad` of the stepped parameters."""
         handle = self._handle
         if not handle.use_orig_params:
-            _set_grad(handle.flat_param, shard)
+            set_grad(handle.flat_param, shard)
             return
         self._shown, self._was_shown = shard, True
         pieces = handle.pieces_of(shard)
@@ -314,7 +292,7 @@ class GradientShard:
             if piece is None or not parameter.requires_grad:
                 parameter.grad = None
             else:
-                _set_grad(parameter, piece)
+                set_grad(parameter, piece)
 
     @contextmanager
     def on_flat_param(self) -> Generator[None]:
@@ -328,7 +306,7 @@ class GradientShard:
             for parameter in handle.parameters:
                 parameter.grad = None
         if shard is not None:
-            _set_grad(handle.flat_param, shard)
+            set_grad(handle.flat_param, shard)
         try:
             yield
         finally:
@@ -341,22 +319,17 @@ class GradientShard:
             self.show(moved)
             return
         moved = moved.detach()
-        self._unreduced = _Unreduced(moved, self._handle.views_of(moved))
+        self._unreduced = UnreducedGrads(self._handle, moved)
         if self._averaged is not None:
             self._averaged = self._averaged.to(self._handle.flat_param)
-        self._show_unreduced(self._unreduced)
+        self._unreduced.show()
 
     def current(self) -> Tensor | None:
         """Return the content of `.grad`, [shard_numel], or None if there is none or it is not an average."""
-        is_unreduced = self._unreduced is not None and self._unreduced.is_shown
+        is_unreduced = self._unreduced is not None and self._unreduced.was_shown
         if is_unreduced or self._reduced_grads is not None:
             return None
         return self._taken_from_grad()
-
-    def _is_cleared(self, new: Sequence[int] = ()) -> bool:
-        """Return whether no parameter has a `.grad`, apart from the parameters at `new`."""
-        stepped = enumerate(self._handle.stepped)
-        return all(parameter.grad is None or index in new for index, parameter in stepped)
 
     def _taken_from_grad(self) -> Tensor | None:
         handle = self._handle
@@ -385,78 +358,13 @@ class GradientShard:
                 piece.copy_(grad)
         return shard
 
-    def _views_shown(self, unreduced: _Unreduced) -> list[Tensor]:
-        """Return the unreduced `.grad` of each stepped parameter."""
-        return unreduced.views if self._handle.use_orig_params else [unreduced.total]
-
-    def _show_unreduced(self, unreduced: _Unreduced) -> None:
-        stepped, views = self._handle.stepped, self._views_shown(unreduced)
-        unreduced.shown, unreduced.is_shown = [], True
-        for index, (parameter, view) in enumerate(zip(stepped, views, strict=True)):
-            if parameter.requires_grad:
-                _set_grad(parameter, view.detach())
-                assert parameter.grad is not None
-                unreduced.shown.append(_ShownUnreduced(index, view, parameter.grad._version))
-
-    def _new_grads(self, unreduced: _Unreduced) -> list[int]:
-        """Return the parameters whose unreduced `.grad` was cleared, and then set by a loss that reads them directly.
-
-        Such a gradient has the shape of the parameter's shard. Without sharding it looks like a gradient that the user
-        has assigned, and counts as one.
-        """
-        if not self._handle.is_sharded:
-            return []
-        triples = [
-            (index, param, param.grad)
-            for index, (param, view) in enumerate(self._pairs_shown(unreduced))
-            if param.grad is not None and not _is_memory_of(param.grad, view)
-        ]
-        if any(grad.shape != param.shape for _, param, grad in triples):
-            return []  # the user has assigned to `.grad.data`
-        return [index for index, _, _ in triples]
-
-    def _pairs_shown(self, unreduced: _Unreduced) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        return zip(self._handle.stepped, self._views_shown(unreduced), strict=True)
-
-    def _has_unreduced_grad(self, unreduced: _Unreduced) -> bool:
-        """Return whether a parameter still has its unreduced `.grad`.
-
-        Without sharding, a `.grad` that was assigned may belong to a new sum, so it does not count.
-        """
-        if self._handle.is_sharded:
-            return not self._is_cleared(self._new_grads(unreduced))
-        pairs = self._pairs_shown(unreduced)
-        return any(param.grad is not None and _is_memory_of(param.grad, view) for param, view in pairs)
-
-    def _follow_user(self, unreduced: _Unreduced, new: Sequence[int]) -> None:
-        """Apply the user's change of the published `.grad` to the unreduced gradient: cleared, zeroed or replaced."""
-        handle = self._handle
-        for shown in unreduced.shown:
-            grad = handle.stepped[shown.index].grad
-            if grad is not None and shown.index in new:
-                shown.view.zero_()
-                self._set_averaged(shown.index, grad)
-                continue
-            is_there = grad is not None and grad.data_ptr() == shown.view.data_ptr()
-            if grad is not None and is_there and grad._version == shown.version:
-                continue
-            if grad is None or not grad.any():
-                shown.view.zero_()
-                self._clear_averaged(shown.index)
-            elif not is_there:
-                shown.view.copy_(grad)
-
-    def _set_averaged(self, index: int, grad: Tensor) -> None:
-        if self._averaged is None:
+    def _set_averaged(self, index: int, grad: Tensor | None) -> None:
+        """Replace the average of one parameter, by zeros if `grad` is None."""
+        if self._averaged is None and grad is not None:
             self._averaged = grad.new_zeros(self._handle.layout.shard_numel)
         piece = self._averaged_piece(index)
         if piece is not None:
-            piece.copy_(grad)
-
-    def _clear_averaged(self, index: int) -> None:
-        piece = self._averaged_piece(index)
-        if piece is not None:
-            piece.zero_()
+            piece.zero_() if grad is None else piece.copy_(grad)
 
     def _averaged_piece(self, index: int) -> Tensor | None:
         if self._averaged is None or not self._handle.use_orig_params:
@@ -472,7 +380,7 @@ class GradientShard:
     def _forget_reduced(self) -> None:
         self._reduced = None
 
-    def _restore_unreduced(self, unreduced: _Unreduced | None, earlier: Tensor | None) -> None:
+    def _restore_unreduced(self, unreduced: UnreducedGrads | None, earlier: Tensor | None) -> None:
         """Undo `_take_unreduced`. What the user has cleared in `.grad` since then stays cleared."""
         self._unreduced, self._before_microbatch = unreduced, earlier
         if earlier is not None:
@@ -481,22 +389,18 @@ class GradientShard:
         if reduced_grads is None or unreduced is None:
             return
         reduced_grads.release()
-        views = self._views_shown(unreduced)
+        views = unreduced.views_shown
         for index in reduced_grads.replaced:
             parameter = self._handle.stepped[index]
             # Without a clear, `.grad` is a gradient of the backward that raised.
             is_cleared = parameter.grad is None or not parameter.grad.any()
             parameter.grad = None
             if not is_cleared:
-                _set_grad(parameter, views[index].detach())
+                set_grad(parameter, views[index].detach())
 
     def _mark_partial(self) -> None:
         if self._unreduced is not None:
             self._unreduced.is_partial = True
-
-
-def _is_memory_of(grad: Tensor, view: Tensor) -> bool:
-    return grad.shape == view.shape and (not view.numel() or grad.data_ptr() == view.data_ptr())
 
 
 def _sum(earlier: Tensor | None, new: Tensor | None) -> Tensor | None:
@@ -504,18 +408,3 @@ def _sum(earlier: Tensor | None, new: Tensor | None) -> Tensor | None:
     if earlier is None or new is None:
         return new if earlier is None else earlier
     return earlier.to(new.dtype).add_(new)
-
-
-def _add(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    pairs = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
-    if pairs:
-        torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
-
-
-def _set_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Set `.grad` even if its shape, dtype or device differ from the parameter's, which an assignment refuses."""
-    if grad.shape == parameter.shape and grad.dtype is parameter.dtype and grad.device == parameter.device:
-        parameter.grad = grad
-        return
-    parameter.grad = torch.empty_like(parameter)
-    parameter.grad.data = grad
