@@ -39,6 +39,7 @@ _Group = dist.ProcessGroup | None
 _Entries = dict[str, Any]
 _GROUPS = "optimizer.param_groups"
 _STATES = "optimizer.state."
+_COMPILED = "_orig_mod."  # part of a name, for a module that torch.compile has wrapped
 
 
 class Stateful(Protocol):
@@ -121,7 +122,7 @@ def load(
 
     Args:
         path: the path that was passed to `save`, or a result of `latest`.
-        model: a model with the same parameters. Other wrapping, or the other API, is allowed.
+        model: a model with the same parameters. Other wrapping, also by torch.compile, or the other API, is allowed.
         optimizer: an optimizer of the same class and parameter groups. Without one, its saved state is not loaded.
         others: objects to load by name. Other saved names are not loaded.
 
@@ -137,7 +138,9 @@ def load(
         reported.value = resolve_checkpoint(Path(path)) if dist.get_rank(group) == 0 else None
     reader = Reader(reported.by_rank[0])
     with _sharded_state_dicts(model):
-        parameters = model.state_dict()
+        state = model.state_dict()
+        names = {_unwrapped(name): name for name in state}
+        parameters = {name: state[names[name]] for name in names}
         with _raise_on_all_ranks("read a checkpoint", group):
             metadata = reader.read_metadata()
             expected = _expected(metadata.state_dict_metadata, parameters, optimizer is not None, others)
@@ -154,13 +157,14 @@ def load(
                     undo(other.load_state_dict, copy.deepcopy(other.state_dict()))
                     other.load_state_dict(expected[f"others.{name}"])
             if optimizer is not None:
-                state = _optimizer_state(expected, parameters)
+                values = _optimizer_state(expected, parameters)
+                values = _renamed(values, lambda name: names.get(name, name))
                 # `load_state_dict` replaces these dicts.
                 undo(
                     vars(optimizer).update, {"state": optimizer.state, "param_groups": optimizer.param_groups}
                 )
-                _load_optimizer(model, optimizer, state, group)
-            model.load_state_dict({name: expected[f"model.{name}"] for name in parameters})
+                _load_optimizer(model, optimizer, values, group)
+            model.load_state_dict({names[name]: expected[f"model.{name}"] for name in names})
 
 
 # Contents to write
@@ -168,13 +172,27 @@ def load(
 
 def _entries(model: nn.Module, optimizer: Optimizer | None, group: _Group) -> _Entries:
     with _sharded_state_dicts(model):
-        entries = {f"model.{name}": as_data(value) for name, value in model.state_dict().items()}
+        entries = {f"model.{_unwrapped(name)}": as_data(value) for name, value in model.state_dict().items()}
         if optimizer is not None:
-            saved = _state_by_name(model, optimizer, group)
+            saved = _renamed(_state_by_name(model, optimizer, group), _unwrapped)
             for name, state in saved["state"].items():
                 entries |= {f"{_STATES}{name}.{key}": as_data(value) for key, value in state.items()}
             entries[_GROUPS] = as_data(saved["param_groups"])
     return entries
+
+
+def _unwrapped(name: str) -> str:
+    return name.replace(_COMPILED, "")
+
+
+def _renamed(state: _Entries, rename: Callable[[str], str]) -> _Entries:
+    """Return an optimizer's state with other names of parameters."""
+    return {
+        "state": {rename(name): values for name, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [rename(name) for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 def _is_extra_state(name: str, value: object) -> bool:

@@ -28,7 +28,9 @@ from impl.amp import GradScaler
 from impl.distributed.fsdp import FullyShardedDataParallel, checkpoint, fully_shard
 from impl.distributed.fsdp.wrap import ModuleWrapPolicy
 
-Wrapping = Literal["flat", "original", "fully_shard"]
+Wrapping = Literal[
+    "flat", "original", "fully_shard", "compiled"
+]  # "compiled": fully_shard, with a compiled part
 
 
 class CheckpointedRun:
@@ -39,9 +41,10 @@ class CheckpointedRun:
         inner = nn.Sequential(nn.Linear(width, 3), nn.Linear(3, 2, bias=False))
         # Two ranks have nothing of the last weight, and three not each a row of it.
         # Without momentum all ranks have the same statistics, and count batches.
-        plain = nn.Sequential(nn.Linear(7, width), nn.BatchNorm1d(width, momentum=0.0), inner)
+        part = torch.compile(inner, backend="eager") if wrapping == "compiled" else inner
+        plain = nn.Sequential(nn.Linear(7, width), nn.BatchNorm1d(width, momentum=0.0), part)
         self.model: nn.Module
-        if wrapping == "fully_shard":
+        if wrapping in ("fully_shard", "compiled"):
             fully_shard(inner)
             self.model = fully_shard(plain)
         else:

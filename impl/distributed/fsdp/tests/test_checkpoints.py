@@ -110,7 +110,13 @@ def test_another_number_of_ranks_loads_the_same(
 
 @pytest.mark.parametrize(
     ("saved_from", "loaded_into"),
-    [("fully_shard", "fully_shard"), ("fully_shard", "flat"), ("flat", "fully_shard")],
+    [
+        ("fully_shard", "fully_shard"),
+        ("fully_shard", "flat"),
+        ("flat", "fully_shard"),
+        ("flat", "compiled"),
+        ("compiled", "flat"),
+    ],
 )
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_checkpoint_moves_between_wrapping_and_fully_shard(
