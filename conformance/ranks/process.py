@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import fcntl
@@ -156,8 +157,18 @@ def _redirect_output(output: int) -> None:
     )
 
 
+def find_hosts_in_files() -> None:
+    """Find the names of hosts without a name server, in this process and its forks.
+
+    Each connection to a TCPStore looks up the name of 127.0.0.1. It takes 5 s if an answer of a name server is lost.
+    """
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
+
+
 def _come_up(settings: RankSettings, channel: Channel) -> None:
     torch.set_num_threads(1)
+    find_hosts_in_files()
     quieten_triton()
     seeding.set_run_seed(settings.seed)
     device = _device(settings)
