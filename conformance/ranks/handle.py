@@ -39,7 +39,7 @@ _PRELOADED = (
 # Modules with cases, which the fork server also imports. They import no subject, because each rank imports its own.
 _CASE_MODULES = re.compile(
     r"conformance\.(ranks\.failing_programs|gpu\.probed_operations|strategies\.dtensor_gradients"
-    r"|distributed\.(\w+\.)*test_\w+)"
+    r"|selftests\.processes|distributed\.(\w+\.)*test_\w+)"
 )
 _KILL_S = 10.0
 _TAIL_BYTES = 16_384

@@ -38,7 +38,7 @@ def judge(folder: Path, words: Sequence[str] = ()) -> tuple[int, dict[str, Any]]
     """Judge a package that has only `clip_grad_norm_`, in one process, and return the exit code and the report."""
     write_files(folder / "onlyclip", {"__init__.py": "", "nn/__init__.py": "", "nn/utils.py": ONLY_CLIP})
     words = ["--profile=quick", "--subject=onlyclip", f"--report={folder}", *words]
-    ended = run_pytest(*words, packages=folder)
+    ended = run_pytest(*words, packages=[folder])
     file = folder / "report.json"
     assert file.is_file(), ended.stdout + ended.stderr
     return ended.returncode, json.loads(file.read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from conformance.judge.results import BAD_INPUT
 from conformance.judge.sandbox import trial
 from conformance.judge.sandbox.notes import Notes
 from conformance.selftests.misbehaving import written
-from conformance.selftests.processes import ROOT
+from conformance.selftests.processes import ROOT, run_pytest
 
 VALUE = "conformance/nn/utils/test_clip_grad_value.py"
 NORM = "conformance/nn/utils/test_clip_grad.py"
@@ -38,14 +37,6 @@ ALONE = (
     "conformance/distributed/fsdp/test_fully_shard.py::test_ignored_parameters_stay_local",
     "conformance/distributed/fsdp/test_sharded_grad_scaler.py::test_inf_in_accumulated_backward_skips_step",
 )
-# Imported once for all subjects: each is judged in a fork, where telling torch's names needs all of these.
-_PRELOAD = [
-    "torch._dynamo",
-    "hypothesis",
-    "pytest",
-    "conformance.plugin",
-    "conformance.strength.faults.handmade",
-]
 _LIMIT_S = 100.0
 _WORKERS_LIMIT_S = 280.0  # each dead worker is replaced
 
@@ -54,34 +45,15 @@ pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
 
 def judged(name: str, folder: Path, *words: str) -> dict[str, Any]:
     """Judge a subject of `misbehaving` or of `folder` in a separate process, without workers. Return the report."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    process = context.Process(target=_judge, args=(name, folder, words))
-    process.start()
-    process.join(_LIMIT_S)
-    ended = not process.is_alive()
-    process.kill()
-    process.join()
-    assert ended, f"judging {name} did not end:\n{_log(folder)}"
-    file = folder / "report.json"
-    assert file.is_file(), f"no report on {name}; judging ended with {process.exitcode}:\n{_log(folder)}"
-    return json.loads(file.read_text()) | {"exit code": process.exitcode}
-
-
-def _judge(name: str, folder: Path, words: tuple[str, ...]) -> None:
-    os.setsid()
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    # The fork server may have imported test modules for ranks, which have the settings of no profile.
-    for module in [name for name in sys.modules if name.startswith("conformance.") and ".test_" in name]:
-        del sys.modules[module]
-    sys.path[:0] = [str(folder), str(written(folder / "subjects"))]
-    options = ["-q", "--tb=native", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    options += ["--no-shrink", "--profile=quick"]
-    sys.exit(
-        pytest.main([*options, f"--subject={name}", f"--report={folder}", *(words or (MISUSED, OTHERS))])
+    options = ("--tb=native", "--no-shrink", "--profile=quick", f"--subject={name}", f"--report={folder}")
+    ended = run_pytest(
+        *options, *(words or (MISUSED, OTHERS)), packages=[folder, written(folder / "subjects")]
     )
+    log = ended.stdout + ended.stderr
+    (folder / "log").write_text(log)
+    file = folder / "report.json"
+    assert file.is_file(), f"no report on {name}; judging ended with {ended.returncode}:\n{log[-3000:]}"
+    return json.loads(file.read_text()) | {"exit code": ended.returncode}
 
 
 def judged_by_workers(name: str, folder: Path, *words: str) -> dict[str, Any]:

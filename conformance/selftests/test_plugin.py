@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from conformance.judge.clauses import HERE, all_clauses
 from conformance.plugin import scattered, usable_world_sizes
 from conformance.selection import applies_to, cover_pairs
-from conformance.selftests.processes import run_pytest, run_python
+from conformance.selftests.processes import run_fresh_python, run_pytest
 
 
 @pytest.mark.parametrize(("package", "own_parts"), [("impl", True), ("torch", False), ("else", False)])
@@ -81,7 +81,7 @@ def collected(*words: str) -> list[str]:
         f"import sys, pytest\nsys.modules |= dict.fromkeys({others})\nsys.exit(pytest.main(sys.argv[1:]))"
     )
     options = ["-q", "-n0", "-pno:cacheprovider", "--collect-only", "--device=cpu", "--world-sizes=1,2"]
-    ended = run_python("-c", program, *options, *words)
+    ended = run_fresh_python("-c", program, *options, *words)
     assert ended.returncode == 0, ended.stdout[-2000:]
     return ended.stdout.splitlines()
 

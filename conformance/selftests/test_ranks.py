@@ -24,7 +24,7 @@ from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRai
 from conformance.ranks.collective_traces import Collective
 from conformance.ranks.failing_programs import EXPECTED, deadline_s
 from conformance.ranks.pool import _Pace
-from conformance.selftests.processes import left_processes, run_python
+from conformance.selftests.processes import left_processes, run_fresh_python
 from conformance.selftests.rank_leaks import CASES, WORLD_SIZES, wait_for_death
 
 
@@ -311,6 +311,6 @@ def test_many_faults_leave_nothing_behind() -> None:
     # A short path: sockets lie in it, whose names have room for about a hundred characters.
     with tempfile.TemporaryDirectory() as folder:
         environment = {"TMPDIR": folder, "TANDEM_MARK": uuid.uuid4().hex}
-        done = run_python("-W", "ignore", "-m", "conformance.selftests.rank_leaks", 30, **environment)
+        done = run_fresh_python("-W", "ignore", "-m", "conformance.selftests.rank_leaks", 30, **environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"between cases": {}, "at the end": {}}

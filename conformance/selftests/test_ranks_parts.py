@@ -25,7 +25,7 @@ from conformance.ranks.collective_traces import Collective, CollectiveTraces
 from conformance.ranks.handle import RankHandle
 from conformance.ranks.pool import _Progress
 from conformance.ranks.slots import cpu_slots
-from conformance.selftests.processes import run_python
+from conformance.selftests.processes import run_fresh_python
 
 
 def a_call(
@@ -238,5 +238,5 @@ print([name for name in sys.modules if name.split(".")[0] == "impl"])
 
 
 def test_modules_of_cases_import_no_subject() -> None:
-    ended = run_python("-c", BROUGHT)
+    ended = run_fresh_python("-c", BROUGHT)
     assert ended.stdout == "[]\n", ended.stderr

@@ -118,7 +118,7 @@ def test_unjudgeable_subject_ends_in_error(tmp_path: Path, name: str) -> None:
     source, code, reported = SUBJECTS[name]
     write_files(tmp_path, {f"{name}/__init__.py": source})
     words = ("--profile", "quick", "--subject", name, "conformance/nn/utils/test_clip_grad_value.py")
-    ended = run_pytest(*words, packages=tmp_path)
+    ended = run_pytest(*words, packages=[tmp_path])
     assert ended.returncode == code, ended.stdout
     assert reported in ended.stdout + ended.stderr
 

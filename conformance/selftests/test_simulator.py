@@ -123,7 +123,7 @@ def test_device_of_another_package_is_judged_through_its_claims_file(tmp_path: P
     claims.write_text('[device]\ntype = "elsewhere"\nimport = "elsewhere_npu"\n')
     options = ("--claims", claims, "--world-sizes", 2, "--profile", "quick")
     tests = [f"conformance/{test}" for test in FOREIGN]
-    ended = run_pytest(*tests, *options, packages=tmp_path)
+    ended = run_pytest(*tests, *options, packages=[tmp_path])
     assert ended.returncode == 0, ended.stdout
     assert "reference cannot run here: 5" in ended.stdout
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from conformance.selftests.processes import ROOT, run_python
+from conformance.selftests.processes import ROOT, run_fresh_python, run_python
 from conformance.selftests.simulator_runs import simulate, simulate_source
 from conformance.simulator.control import Hazard, Step
 from conformance.simulator.lanes import page
@@ -29,7 +29,7 @@ def test_documented_race_is_found_as_shown(tmp_path: Path) -> None:
     program, *words = shlex.split(command_line, comments=True)
     assert program == "tandem-race"
     (tmp_path / "race.py").write_text(script)
-    ended = run_python("-m", "conformance.simulator", *words, cwd=tmp_path)
+    ended = run_fresh_python("-m", "conformance.simulator", *words, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (1, reported)
 
 
@@ -158,7 +158,7 @@ def test_unrunnable_script_gives_no_verdict(tmp_path: Path) -> None:
 def test_missing_compiler_is_reported_as_unavailable(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "PATH": str(tmp_path), "CXX": ""}
-    ended = run_python("-m", "conformance.simulator", "script.py", cwd=tmp_path, **environment)
+    ended = run_fresh_python("-m", "conformance.simulator", "script.py", cwd=tmp_path, **environment)
     assert (ended.returncode, ended.stdout) == (2, "")
     # A torch that was built for CUDA may log before it that it finds no runtime.
     *logged, sentence = ended.stderr.splitlines()
@@ -213,7 +213,7 @@ def test_dynamo_is_imported_once_unless_script_configures_it(tmp_path: Path, dis
         "import torch._dynamo.config\n"
         "print(torch._dynamo.config.disable)\n"
     )
-    ended = run_python("-m", "conformance.simulator", "dynamo.py", "--seed", 1, cwd=tmp_path)
+    ended = run_fresh_python("-m", "conformance.simulator", "dynamo.py", "--seed", 1, cwd=tmp_path)
     assert ended.stdout.splitlines()[:2] == [str(not disabled), str(disabled)]
 
 
