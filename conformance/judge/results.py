@@ -213,8 +213,10 @@ class Recorder:
             if (count := unavailable[f"{NO_DEVICE} {device}"])
         ]
 
+    def tests_as_dicts(self) -> list[dict[str, Any]]:
+        return [asdict(self._judgements[nodeid]) for nodeid in sorted(self._judgements)]
+
     def as_dict(self) -> dict[str, Any]:
-        judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
         return heading(self._config.option, self._began) | {
             "verdict": self._verdict(),
             "provides_nothing": provides_nothing(self._results(), self._subject.claims),
@@ -222,9 +224,9 @@ class Recorder:
             "ended_early": self._ended_early,
             "selection": self._notes.read("selection") or None,
             "is_narrowed": _is_narrowed(self._config),
-            "devices": sorted({judgement.device for judgement in judgements} - {""}),
+            "devices": sorted({judgement.device for judgement in self._judgements.values()} - {""}),
             "expectations": [result.as_dict() for result in self._expectations],
-            "tests": [asdict(judgement) for judgement in judgements],
+            "tests": self.tests_as_dicts(),
             "not_run": [asdict(result) for result in self._account()],
         }
 
