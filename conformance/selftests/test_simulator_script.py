@@ -133,10 +133,16 @@ def test_saved_files_are_kept_for_one_run(tmp_path: Path) -> None:
 
 
 def test_peer_is_ended_after_failure_with_reason(tmp_path: Path) -> None:
-    source = "import os, time\nassert os.environ['RANK'] == '0'\ntime.sleep(100)\n"
-    status, output = simulate_source(source, "--seed", 0, "--ranks", 2, cwd=tmp_path)
-    assert status != 0
-    assert "rank 0: ended, because it went on for 10 s after rank 1 had failed" in output
+    (tmp_path / "script.py").write_text(
+        "import os, time\nassert os.environ['RANK'] == '0'\ntime.sleep(100)\n"
+    )
+    program = (
+        "from conformance.simulator import __main__, script\nscript._AFTER_FAILURE_S = 1.0\n"
+        "raise SystemExit(__main__.main())"
+    )
+    ended = run_python("-c", program, "script.py", "--seed", 0, "--ranks", 2, cwd=tmp_path)
+    assert ended.returncode != 0
+    assert "rank 0: ended, because it went on for 1 s after rank 1 had failed" in ended.stderr
 
 
 def test_late_rank_is_ended_with_its_stack(tmp_path: Path) -> None:
