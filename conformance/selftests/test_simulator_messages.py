@@ -60,7 +60,7 @@ def test_right_messages_have_one_result(
 
 
 def test_host_goes_on_without_a_message_that_is_sent_later(tmp_path: Path) -> None:
-    """Such a run is not replayable, because the clock decides when the host goes on."""
+    # Not replayable, because the clock decides when the host goes on.
     tensors = {"receive_over_a_barrier": 2, "query_before_the_send": 4}
     ends = run_side_by_side(tensors, words=("--seeds", 6, "--jobs", 6), cwd=tmp_path)
     for name, (status, report) in ends.items():

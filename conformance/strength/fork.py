@@ -149,9 +149,8 @@ class _Forking:
         if self._worker is None:
             return
         recorder: Any = session.config.pluginmanager.get_plugin("conformance-recorder")
-        tests = (
-            recorder.tests_as_dicts()
-        )  # the complete report has a heading that takes longer than most tasks
+        # The heading of a complete report takes longer than most tasks.
+        tests = recorder.tests_as_dicts()
         red = next((test for test in tests if test["outcome"] in RED), {"outcome": "", "nodeid": ""})
         tests_run = sum(test["outcome"] not in ("unavailable", "not claimed") for test in tests)
         code = int(session.exitstatus)
