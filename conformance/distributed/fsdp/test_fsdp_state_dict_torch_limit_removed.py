@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -364,26 +365,38 @@ def test_state_dict_type_takes_module_without_units(cpu_twins: Twins) -> None:
     )
 
 
-def saved_while_unsharded(scene: Scene, *, form: Form) -> Any:
-    """Return the keys of a state dict inside summon_full_params, or the error."""
+def saved_while_unsharded(scene: Scene, *, form: Form, rank0_only: bool = False) -> Any:
+    """Return the shapes in a state dict inside summon_full_params, or the error."""
     set_form(scene.library, scene.model, form)
-    with scene.fsdp.summon_full_params(scene.model, writeback=False):
-        return tried(lambda: list(scene.model.state_dict()))
+    with scene.fsdp.summon_full_params(scene.model, rank0_only=rank0_only, writeback=False):
+        return tried(lambda: {name: tuple(value.shape) for name, value in scene.model.state_dict().items()})
 
 
 @clause("distributed.fsdp.fsdp_state_dict.while_whole")
 @pytest.mark.deviation("fsdp.rank0_only_while_whole")
-def test_rank0_only_saves_on_first_rank_while_summoned(cpu_twins: Twins) -> None:
+@pytest.mark.parametrize(
+    ("setup", "form", "rank0_only", "of_torchs_others"),
+    [
+        (FLAT, Form("FULL", {"rank0_only": True}), False, "KeyError"),
+        (FLAT, Form("FULL"), True, "AssertionError"),
+        (ORIGINALS, Form("FULL"), True, r"\{'[\w.]+': \(\d+,\)"),
+    ],
+    ids=["saved", "summoned", "summoned originals"],
+)
+def test_rank0_only_saves_on_first_rank_while_summoned(
+    cpu_twins: Twins, setup: Setup, form: Form, rank0_only: bool, of_torchs_others: str
+) -> None:
     def saves_on_first_rank_only(outcomes: RankOutcomes, holds_of_others: Callable[[Any], bool]) -> bool:
         first, *others = values_of(outcomes)
         return "head.weight" in first and all(map(holds_of_others, others))
 
     cpu_twins.deviate(
         saved_while_unsharded,
-        FLAT,
-        form=Form("FULL", {"rank0_only": True}),
+        setup,
+        form=form,
+        rank0_only=rank0_only,
         torch_does=lambda outcomes: saves_on_first_rank_only(
-            outcomes, lambda value: str(value).startswith("KeyError")
+            outcomes, lambda value: re.match(of_torchs_others, str(value)) is not None
         ),
         we_do=lambda outcomes: saves_on_first_rank_only(outcomes, lambda value: not value),
     )

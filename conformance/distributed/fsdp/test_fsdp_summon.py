@@ -116,6 +116,28 @@ def test_load_inside_summon_is_kept_by_writeback(
         )
 
 
+def save_and_load_on_first_rank(scene: Scene) -> dict[str, Any]:
+    """Save, and load another model's state dict, on the first rank alone, which is the only one to see parameters."""
+    saved: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
+    with scene.fsdp.summon_full_params(scene.model, rank0_only=True, writeback=False):
+        if scene.rank.rank == 0:
+            saved = scene.model.state_dict()
+            scene.model.load_state_dict(TREE.build(1).state_dict())
+            loaded = named(scene.model)
+    whole = scene.whole_parameters()
+    return {"saved": saved, "loaded": loaded, "whole": whole, "loss": scene.backward()}
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.options")
+@each_wrapping
+def test_first_rank_saves_and_loads_alone_inside_summon(twins: Twins, wrapping: Wrapping) -> None:
+    loaded = dict(TREE.build(1).named_parameters())
+    first, *_ = twins.agree(save_and_load_on_first_rank, leaf_by_leaf(**wrapping))
+    assert first.value["saved"].keys() >= loaded.keys()
+    assert all(torch.equal(values.values, loaded[name]) for name, values in first.value["loaded"].items())
+
+
 def stepped_after_summon(scene: Scene, *, strategy: str, is_cleared: bool) -> dict[str, Any]:
     """Step after a summon with gradients. Two ranks share the elements of one unit, and one rank has the other unit.
 

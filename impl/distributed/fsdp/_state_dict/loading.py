@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from impl.distributed.fsdp._engine.phase import SHOWN, SHOWN_ON_ALL_RANKS
+from impl.distributed.fsdp._engine.phase import SHOWN, Phase
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
@@ -91,7 +91,8 @@ class StateDictLoading:
 
         Return the first problem of any rank.
 
-        Collectives: all-reduces over the units' groups, and those of writing.
+        Collectives: all-reduces over the units' groups, and those of writing. None inside
+            `summon_full_params(rank0_only=True)`, because only the first rank sees what is loaded and may load alone.
         """
         self._end()
         problem = problem or "\n\t".join(
@@ -99,7 +100,9 @@ class StateDictLoading:
         )
         sources = [source for wrapper in self.wrappers for source in self._sources_of(wrapper)]
         try:
-            verdict = first_problem_on_any_rank(self.wrappers, problem, sources)
+            verdict = problem
+            if not self._is_of_one_rank():
+                verdict = first_problem_on_any_rank(self.wrappers, problem, sources)
         except BaseException:
             self._plain.restore()
             raise
@@ -120,6 +123,12 @@ class StateDictLoading:
         verdict = self.finish("\n\t".join(own_errors))
         if verdict and not own_errors:
             self.errors.append(verdict)
+
+    def _is_of_one_rank(self) -> bool:
+        """Return whether only the first rank sees what is loaded, and has all of it."""
+        units = [wrapper._unit for wrapper in self.wrappers if wrapper._unit.param_groups]
+        is_full = all(unit.kind is StateDictType.FULL_STATE_DICT for unit in self._units.values())
+        return is_full and {unit.phase for unit in units} == {Phase.SUMMONED_ON_FIRST_RANK}
 
     def _end(self) -> None:
         for unit in self._units.values():
@@ -160,19 +169,19 @@ class UnitLoading:
     def __init__(self, wrapper: Wrapper, kind: StateDictType, config: StateDictConfig) -> None:
         self._wrapper = wrapper
         self._unit = wrapper._unit
-        self._kind = kind
+        self.kind = kind
         self._config = config
         self._shown = ExitStack()
         self._sources: dict[FlatParamGroup, list[Any]] = {}
 
     def begin(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        write_back_and_reshard(self._unit, self._kind)
+        write_back_and_reshard(self._unit, self.kind)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[prefix + WRAPPED + key.removeprefix(prefix)] = state_dict.pop(key)
-        if self._kind is StateDictType.LOCAL_STATE_DICT:
+        if self.kind is StateDictType.LOCAL_STATE_DICT:
             return self._begin_local(state_dict, prefix)
         problems = []
-        if self._kind is StateDictType.SHARDED_STATE_DICT:
+        if self.kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_sharded(state_dict, prefix)
         for handle in self._unit.param_groups:
             self._shown.enter_context(handle.registering(stand_ins_for(handle, self)))
@@ -186,7 +195,7 @@ class UnitLoading:
 
     def problems_of_sources(self) -> list[str]:
         """Return the values that were assigned to a parameter and cannot be copied into it, as text."""
-        if self._kind is StateDictType.LOCAL_STATE_DICT:
+        if self.kind is StateDictType.LOCAL_STATE_DICT:
             return []
         return [
             f"{handle.layout.slots[index].name}: rank {self._wrapper.rank} got {_describe_source(source)}, but keeps "
@@ -201,37 +210,40 @@ class UnitLoading:
         slot, parallel = handle.layout.slots[index], handle.param_infos[index].parallel
         if parallel or self._comes_over_whole_mesh():
             return f"a DTensor of shape {tuple(parallel.shape if parallel else slot.shape)}"
-        if self._kind is StateDictType.SHARDED_STATE_DICT:
+        if self.kind is StateDictType.SHARDED_STATE_DICT:
             chunk = chunk_of(slot, self._wrapper._groups.shard_rank, handle.layout.world)
             return f"a tensor of shape {chunk.shape}"
         return f"a tensor of shape {slot.shape}"
 
     def source_of(self, handle: FlatParamGroup, index: int) -> str:
         # LOCAL_STATE_DICT has one shard of all parameters together.
-        if self._kind is StateDictType.LOCAL_STATE_DICT:
+        if self.kind is StateDictType.LOCAL_STATE_DICT:
             return "nothing"
         source = self._sources[handle][index]
         if isinstance(source, DTensor):
             return f"a part in {source.dtype} as {source.placements}"
-        if self._kind is not StateDictType.SHARDED_STATE_DICT or source is None:
+        if self.kind is not StateDictType.SHARDED_STATE_DICT or source is None:
             return "nothing"
         return f"a part in {source.dtype}"
 
     def _comes_over_whole_mesh(self) -> bool:
         """Return whether the parts are DTensors over a mesh that contains this unit's mesh."""
         mesh = self._wrapper._device_mesh
-        is_sharded = self._kind is StateDictType.SHARDED_STATE_DICT
+        is_sharded = self.kind is StateDictType.SHARDED_STATE_DICT
         return is_sharded and mesh is not None and root_mesh_of(mesh) != mesh
 
     @torch.no_grad()
     def write(self) -> None:
         for handle, sources in self._sources.items():
             present = [index for index, source in enumerate(sources) if source is not None]
+            if self._is_of_first_rank(handle):
+                self._show(handle, {index: sources[index] for index in present})
+                continue
             is_summoned, shard = self._unit.phase in SHOWN, handle.flat_param.detach()
             if is_summoned and handle.is_sharded:
                 # The end of summon_full_params decides whether the summoned values are kept.
                 shard = shard.clone()
-            match self._kind:
+            match self.kind:
                 case StateDictType.LOCAL_STATE_DICT:
                     for source in sources:
                         shard[: len(source)].copy_(source)
@@ -241,13 +253,21 @@ class UnitLoading:
                     for index in present:
                         _write_unsharded(handle, shard, index, sources[index])
             if is_summoned:
-                self._show_loaded(handle, shard, present)
+                views = handle.views_of(handle.gather_like(shard, self._unit.name))
+                self._show(handle, {index: views[index] for index in present})
 
-    def piece_of(self, unsharded: Tensor, name: str) -> LoadedPiece:
-        """Return a copy of this rank's piece of `unsharded`, which is loaded into the parameter `name`."""
+    def _is_of_first_rank(self, handle: FlatParamGroup) -> bool:
+        """Return whether only the first rank sees what is loaded, and has all of it."""
+        is_full = self.kind is StateDictType.FULL_STATE_DICT
+        return is_full and handle.is_sharded and self._unit.phase is Phase.SUMMONED_ON_FIRST_RANK
+
+    def piece_of(self, unsharded: Tensor, name: str) -> LoadedPiece | Tensor:
+        """Return a copy of what this rank needs of `unsharded`, which is loaded into the parameter `name`."""
         for handle in self._unit.param_groups:
             for index, slot in enumerate(handle.layout.slots):
                 if slot.name == name:
+                    if self._is_of_first_rank(handle):
+                        return unsharded.clone()
                     values = _own_piece(handle, index, unsharded)
                     return LoadedPiece(unsharded.shape, None if values is None else values.clone())
         raise AssertionError(name)
@@ -389,15 +409,15 @@ class UnitLoading:
         like = torch.empty(shape, dtype=dtype, device="meta")
         return StandIn.create(like, name, device=self._wrapper.compute_device, owner=self, source=source)
 
-    def _show_loaded(self, handle: FlatParamGroup, shard: Tensor, indices: Sequence[int]) -> None:
-        """Copy the loaded values into the unsharded parameters inside `summon_full_params`."""
-        views = handle.views_of(handle.gather_like(shard, self._unit.name))
-        if self._unit.summoned or self._unit.phase in SHOWN_ON_ALL_RANKS:
-            shown = dict(handle.registered())
-            for index in indices:
-                target = shown[index]
-                assert target is not None
-                local_of(target.detach()).copy_(views[index])
+    def _show(self, handle: FlatParamGroup, loaded: dict[int, Tensor]) -> None:
+        """Copy loaded values into the unsharded parameters inside `summon_full_params`, if this rank has them."""
+        if not self._unit.summoned:
+            return
+        shown = dict(handle.registered())
+        for index, values in loaded.items():
+            target = shown[index]
+            assert target is not None
+            local_of(target.detach()).copy_(_local_part(handle, index, values))
 
 
 class PlainStates:
@@ -455,12 +475,19 @@ def _describe_source(source: Any) -> str:
 
 def _write_unsharded(handle: FlatParamGroup, shard: Tensor, index: int, source: Tensor | LoadedPiece) -> None:
     """Copy this rank's piece of an unsharded parameter into `shard`."""
-    piece, parallel = handle.pieces[index], handle.param_infos[index].parallel
-    if parallel is not None and isinstance(source, DTensor):
-        source = parallel.local_part(source)
-    values = source.values if isinstance(source, LoadedPiece) else _own_piece(handle, index, source)
+    piece = handle.pieces[index]
+    if isinstance(source, LoadedPiece):
+        values = source.values
+    else:
+        values = _own_piece(handle, index, _local_part(handle, index, source))
     if piece is not None and values is not None:
         shard.narrow(0, piece.offset, piece.numel).copy_(values)
+
+
+def _local_part(handle: FlatParamGroup, index: int, source: Tensor) -> Tensor:
+    """Return the part of an unsharded parameter for this rank, if tensor parallelism divides it."""
+    parallel = handle.param_infos[index].parallel
+    return source if parallel is None or not isinstance(source, DTensor) else parallel.local_part(source)
 
 
 def _own_piece(handle: FlatParamGroup, index: int, unsharded: Tensor) -> Tensor | None:

@@ -72,12 +72,14 @@ class StateDicts(LoadableWrapper):
         FULL_STATE_DICT, the default, contains copies of the unsharded parameters under the names before wrapping.
         SHARDED_STATE_DICT contains each rank's rows, as ShardedTensor, or as DTensor if a device mesh was passed.
         LOCAL_STATE_DICT contains the rank's shards. It can only be loaded by as many ranks with the same wrapping.
-        NO_SHARD always uses FULL_STATE_DICT.
+        NO_SHARD always uses FULL_STATE_DICT. Inside `summon_full_params(rank0_only=True)` the first rank may call this
+        alone for FULL_STATE_DICT, and the others get an empty dict.
 
         Raises:
             AssertionError: called during a forward or backward.
             RuntimeError: LOCAL_STATE_DICT with a device mesh, or inside `summon_full_params`.
-        Collectives: for each unit an all-gather, or for SHARDED_STATE_DICT an all-to-all of each rank's rows.
+        Collectives: for each unit an all-gather, or for SHARDED_STATE_DICT an all-to-all of each rank's rows; for
+            FULL_STATE_DICT none inside `summon_full_params`.
         Source: torch's 2.13; differences: LOCAL_STATE_DICT contains flat parameters only, also with `use_orig_params`.
             With SHARDED_STATE_DICT, hooks of inner modules see no unsharded parameters.
         """
@@ -106,7 +108,8 @@ class StateDicts(LoadableWrapper):
         Raises:
             RuntimeError: a key is missing, unexpected or misshaped, on this rank or on another one.
             AssertionError: a key has a value of another type than the state dict's type requires.
-        Collectives: all-reduces of a number for each parameter, then for SHARDED_STATE_DICT an all-to-all per unit.
+        Collectives: all-reduces of a number for each parameter, then for SHARDED_STATE_DICT an all-to-all per unit. For
+            FULL_STATE_DICT none inside `summon_full_params(rank0_only=True)`, where the first rank may load alone.
         Source: torch's 2.13; differences: a failed load leaves everything unchanged; `assign` loads parameters of
             units too; LOCAL_STATE_DICT can be loaded with `use_orig_params` too. Modules with their own load function
             may copy into unsharded parameters, and cannot read them. If an outer module is loaded, missing and

@@ -53,8 +53,15 @@ class StateDictSaving:
         self._unit = wrapper._unit
         self._kind = kind
         self._config = config
+        # Only the first rank has unsharded parameters, without a collective, because it may save alone.
+        self._is_of_first_rank = (
+            kind is StateDictType.FULL_STATE_DICT
+            and self._unit.phase is Phase.SUMMONED_ON_FIRST_RANK
+            and wrapper._groups.shard is not None
+        )
+        is_rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
         self._is_left_out = (
-            isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank != 0
+            not self._unit.summoned if self._is_of_first_rank else is_rank0_only and wrapper.rank != 0
         )
         self._shown = ExitStack()
         self._copies: dict[int, bool] = {}  # storage -> whether a key has it already
@@ -69,7 +76,7 @@ class StateDictSaving:
             AssertionError: the unit is inside a forward or backward.
             RuntimeError: LOCAL_STATE_DICT was requested inside `summon_full_params`.
         Collectives: for each flat parameter up to eight all-gathers, or one all-to-all for SHARDED_STATE_DICT; none
-            for LOCAL_STATE_DICT.
+            for LOCAL_STATE_DICT, and for FULL_STATE_DICT inside `summon_full_params`.
         """
         write_back_and_reshard(self._unit, self._kind)
         for handle in self._unit.param_groups:
@@ -125,7 +132,9 @@ class StateDictSaving:
 
         Beyond the copies no rank has more than a run of the buffer at a time.
         """
-        is_summoned = self._unit.phase in SHOWN_ON_ALL_RANKS
+        if self._is_of_first_rank and self._is_left_out:
+            return []
+        is_summoned = self._is_of_first_rank or self._unit.phase in SHOWN_ON_ALL_RANKS
         if is_summoned or self._wrapper._groups.shard is None:
             full_tensors = (
                 _summoned_tensors(handle) if is_summoned else handle.views_of(handle.flat_param.data)
