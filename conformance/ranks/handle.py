@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -51,26 +51,39 @@ _LAST_FRAME = b'  File "<string>", line 1 in <module>\n'
 
 
 @functools.cache
-def fork_server() -> ForkServerContext:
-    """Return the context whose processes are forks of a server that has imported torch."""
+def fork_server(*modules: str) -> ForkServerContext:
+    """Return the context whose processes are forks of a server that has imported torch.
+
+    Before its first process, the server also imports the modules with cases that this process has imported, and those
+    among `modules`.
+    """
     context = multiprocessing.get_context("forkserver")
     # A new process imports its parent's main module, which under `python -m pytest` is pytest.
     mains = ["pytest"] if "pytest" in sys.modules else []
-    context.set_forkserver_preload([*_PRELOADED, *mains, *filter(_CASE_MODULES.fullmatch, sys.modules)])
+    cases = filter(_CASE_MODULES.fullmatch, dict.fromkeys([*sys.modules, *modules]))
+    context.set_forkserver_preload([*_PRELOADED, *mains, *cases])
     return context
 
 
-def start_fork_server() -> None:
-    """Start the server that ranks are forked from now, so that forks of this process can use it too."""
-    fork_server()
+def shared_fork_server() -> dict[str, Any]:
+    """Start the fork server, and return the attributes by which its forks can use it too."""
     forkserver.ensure_running()
-
-
-def keep_fork_server() -> None:
-    """Use the fork server of the parent in a forked process, because starting a new one takes seconds."""
     server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage]
-    # Each use would check the server as a child process, but it is a child of the parent only.
+    # Python 3.14 has a key too.
+    return {name: value for name, value in vars(server).items() if name.endswith(("_address", "_authkey"))}
+
+
+def keep_fork_server(shared: Mapping[str, Any]) -> None:
+    """Use the fork server that forked this process, because starting a new one takes seconds.
+
+    Forget its modules of tests, which have the settings of no profile.
+    """
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage]
+    vars(server).update(shared)
+    # Each use would check the server as a child process, but it is a child of another process.
     server.ensure_running = lambda: None
+    for name in [name for name in sys.modules if name.startswith("conformance.") and ".test_" in name]:
+        del sys.modules[name]
 
 
 @dataclass(eq=False)

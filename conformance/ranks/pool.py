@@ -70,8 +70,8 @@ class RankPool:
             slots of that name for each rank (`slots`).
         grace_s: time for ranks to notice the failure of another rank, for tests of their errors.
 
-    Ranks have the environment variables of the time when the parent started its first rank. Only one thread at a time
-    may use a pool.
+    Ranks have the environment variables of the time when they start, but torch was imported earlier. Only one thread at
+    a time may use a pool.
     """
 
     def __init__(
@@ -196,7 +196,9 @@ class RankPool:
         self.starts += 1
         module = device_modules.get(self.device, "")
         for number in range(self.world_size):
-            settings = RankSettings(number, self.world_size, self._backend, self.device, module, run_seed())
+            settings = RankSettings(
+                number, self.world_size, self._backend, self.device, module, run_seed(), dict(os.environ)
+            )
             self._ranks.append(RankHandle.start(settings))
             self._ranks[-1].watch(self._selector)
         ready: set[int] = set()

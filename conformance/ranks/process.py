@@ -84,6 +84,7 @@ class RankSettings:
     device: str
     device_module: str  # module that registers the device, or ""
     seed: int  # seed of the run
+    environment: dict[str, str]
 
 
 # A rank sends its parent, in this order: Listening (rank 0 only), Ready, and for each case Resolved, any number of
@@ -120,6 +121,8 @@ def serve(
     """Start a rank, then run one case after another until the rank is killed or its parent ends."""
     # The parent kills the session with all processes that the rank started, and only the parent gets Ctrl-C.
     os.setsid()
+    os.environ.clear()
+    os.environ.update(settings.environment)
     _die_with(lifeline.fileno())
     _redirect_output(output.fileno())
     faulthandler.enable()

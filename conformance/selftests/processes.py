@@ -13,6 +13,7 @@ import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # The server of forks imports this module, so that no fork has to import these.
 import conformance.plugin
@@ -20,7 +21,7 @@ import conformance.simulator.lanes
 import conformance.simulator.script
 import conformance.strength.faults.handmade  # noqa: F401 telling the names of torch needs it
 from conformance.judge.sandbox.marked_processes import marked_processes
-from conformance.ranks.handle import fork_server
+from conformance.ranks.handle import fork_server, keep_fork_server, shared_fork_server
 from conformance.ranks.process import find_hosts_in_files
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,8 @@ def run_python(*words: object, cwd: Path = ROOT, **environment: str) -> subproce
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("output", "errors")]
         settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        process = fork_server().Process(target=_run, args=(arguments, cwd, settings, files))
+        context = fork_server()
+        process = context.Process(target=_run, args=(arguments, cwd, settings, files, shared_fork_server()))
         process.start()
         try:
             process.join(LIMIT_S)
@@ -55,7 +57,9 @@ def run_python(*words: object, cwd: Path = ROOT, **environment: str) -> subproce
                 process.join()
 
 
-def _run(arguments: list[str], cwd: Path, environment: dict[str, str], files: list[Path]) -> None:
+def _run(
+    arguments: list[str], cwd: Path, environment: dict[str, str], files: list[Path], server: dict[str, Any]
+) -> None:
     os.setsid()
     for descriptor, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
@@ -63,9 +67,7 @@ def _run(arguments: list[str], cwd: Path, environment: dict[str, str], files: li
     os.environ.update(environment)
     os.chdir(cwd)
     find_hosts_in_files()
-    # The server may have imported test modules for ranks, which have the settings of no profile.
-    for module in [name for name in sys.modules if name.startswith("conformance.") and ".test_" in name]:
-        del sys.modules[module]
+    keep_fork_server(server)
     sys.path[:0] = [str(cwd), *environment["PYTHONPATH"].split(os.pathsep)]
     match arguments:
         case ["-m", module, *_]:

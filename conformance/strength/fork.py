@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
@@ -28,9 +28,9 @@ from conformance.judge.library import load_library
 from conformance.judge.results import WorkerRecorder
 from conformance.judge.sandbox.deadlines import Deadlines
 from conformance.judge.sandbox.notes import Notes
-from conformance.ranks.handle import keep_fork_server, start_fork_server
+from conformance.ranks.handle import keep_fork_server
 from conformance.strength.faults import handmade  # noqa: F401 else imported by every fork
-from conformance.strength.order import Task, ordered_tests, starts_ranks
+from conformance.strength.order import Task, ordered_tests
 
 LOG = "log"
 _SILENCE_S = 300.0  # limit for hangs outside of tests, which have deadlines
@@ -53,12 +53,21 @@ class Ending:
 
 
 def serve(
-    tasks: connection.Connection, package: str, profile: str, clauses: Collection[str], folder: Path
+    tasks: connection.Connection,
+    package: str,
+    profile: str,
+    clauses: Collection[str],
+    folder: Path,
+    environment: dict[str, str],
+    server: Mapping[str, Any],
 ) -> None:
     """Run a worker, which sends an `Ending` for each `Task`, or a text that says why there is none."""
     # The parent kills the session with all of its processes, and only the parent gets Ctrl-C.
     os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.pop("PYTEST_ADDOPTS", None)
+    keep_fork_server(server)
     with (folder / LOG).open("w") as log:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
@@ -85,7 +94,6 @@ class _Forking:
     def __init__(self, tasks: connection.Connection, folder: Path) -> None:
         self._tasks, self._folder = tasks, folder
         self._worker: TextIO | None = None  # the pipe to the worker, if this is a fork
-        self._has_fork_server = False  # whether the expensive server that ranks need runs
         # In a fork, objects of the worker whose deletion would end processes of the worker.
         self._kept_alive: list[object] = []
 
@@ -99,9 +107,6 @@ class _Forking:
             while True:
                 task = self._tasks.recv()
                 began = time.monotonic()
-                if not self._has_fork_server and any(map(starts_ranks, ordered_tests(session.items, task))):
-                    self._has_fork_server = True
-                    start_fork_server()
                 notes = Notes(self._folder / str(time.monotonic_ns()))
                 notes.folder.mkdir()
                 reader, writer = os.pipe()
@@ -123,8 +128,6 @@ class _Forking:
 
     def _prepare(self, task: Task, session: pytest.Session, notes: Notes) -> None:
         """Prepare the session of a fork for the task."""
-        if self._has_fork_server:
-            keep_fork_server()
         load_library(task.spec)
         option = session.config.option
         option.subject, option.maxfail = task.spec, 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -11,7 +10,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from conformance.strength.fork import LOG, Ending, serve
+from conformance.judge.clauses import HERE
+from conformance.ranks.handle import fork_server, shared_fork_server
+from conformance.strength.fork import LOG, Ending, files_to_collect, serve
 from conformance.strength.order import Task
 
 _END_S = 10.0
@@ -28,12 +29,14 @@ class Worker:
     """
 
     def __init__(self, package: str, profile: str = "quick", clauses: Collection[str] = ()) -> None:
-        context = multiprocessing.get_context("spawn")
+        files = (Path(file).relative_to(HERE.parent) for file in files_to_collect(clauses))
+        context = fork_server(*(".".join(file.with_suffix("").parts) for file in files))
         self.tasks, far_end = context.Pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="faults-")
         folder = Path(self._folder.name)
         # A daemon could not start ranks.
-        self._process = context.Process(target=serve, args=(far_end, package, profile, clauses, folder))
+        settings = (package, profile, clauses, folder, dict(os.environ), shared_fork_server())
+        self._process = context.Process(target=serve, args=(far_end, *settings), daemon=False)
         self._process.start()
         far_end.close()
 
