@@ -7,9 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
@@ -23,7 +27,14 @@ from conformance.distributed.fsdp.scenes.traffic import (
     kind,
     steps_of,
 )
-from conformance.distributed.fsdp.scenes.twins import FLAT, Twins, TwinsOf, each_strategy, values_of
+from conformance.distributed.fsdp.scenes.twins import (
+    FLAT,
+    PlainTwins,
+    Twins,
+    TwinsOf,
+    each_strategy,
+    values_of,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.ranks.collective_traces import Collective
@@ -241,3 +252,36 @@ def test_steps_send_at_most_as_much_as_torch(twins: Twins, strategy: str, data: 
                 f"rank {rank}, step {number}: {[str(call) for call in step]}; "
                 f"torch {[str(call) for call in expected]}"
             )
+
+
+class NanInGathers(TorchDispatchMode):
+    """Mode that counts the all-gathers that send nan."""
+
+    number = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function.namespace == "c10d" and "allgather" in function.__name__:
+            self.number += any(tensor.isnan().any() for tensor in tree_leaves(args[1]))
+        return function(*args, **kwargs or {})
+
+
+def gathers_with_nan(scene: Scene, *, api: str) -> int:
+    """Train a layer whose rows no number of ranks divides. Return the number of all-gathers that send nan."""
+    device = scene.rank.device
+    layer = nn.Linear(1, 11, bias=False, device=device)
+    model = scene.wrap(layer) if api == "FSDP1" else scene.shard(layer)
+    gathered = 11 + -11 % scene.rank.world_size
+    with NanInGathers() as gathers:
+        for _ in range(2):
+            used = [torch.full((gathered,), torch.nan, device=device) for _ in range(64)]
+            del used  # new tensors of this size get this memory
+            model(torch.ones(2, 1, device=device)).sum().backward()
+    return gathers.number
+
+
+@clause("distributed.fsdp.fully_shard.padding")
+@pytest.mark.parametrize("api", ["FSDP1", "fully_shard"])
+def test_gathers_of_uneven_shards_send_no_nan(plain_twins: PlainTwins, api: str) -> None:
+    assert {outcome.value for outcome in plain_twins.agree(gathers_with_nan, api=api)} == {0}

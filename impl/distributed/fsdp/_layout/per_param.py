@@ -408,10 +408,11 @@ class DTensorGroup:
             numel = over.size() * packing.total
             output = custom.allocate((numel,), dtype=packing.dtype, device=self.device)
         local = output[over.rank() * packing.total :][: packing.total]
-        if custom is not None:
-            # The user sees the padding too, and may quantise it with the rest.
-            local.zero_()
-        pieces = packing.pieces(local, inputs, is_own=custom is None)
+        pieces, padding = packing.parts(local, inputs, is_own=custom is None)
+        if (
+            padding
+        ):  # a check for nan sees it too, and a custom collective, which may quantise it with the rest
+            torch._foreach_zero_(padding)
         torch._foreach_copy_(pieces, list(inputs))
         return AllGatherRequest(over, output, local, ())
 

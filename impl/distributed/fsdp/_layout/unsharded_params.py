@@ -40,7 +40,7 @@ class Packing:
         self.rows = [run.view(self.dtype).view(ranks, -1) for run in runs]
         self.output = torch.empty(ranks * self.total, dtype=self.dtype, device=device)
         self.nbytes = self.output.nbytes
-        self._pieces: list[Tensor] = []  # views of this rank's section, one for each input
+        self._parts: tuple[list[Tensor], list[Tensor]] = [], []  # see `parts`
         self._shapes: list[torch.Size] = []  # shapes of the inputs
         self.free()
 
@@ -52,20 +52,23 @@ class Packing:
     def free(self) -> None:
         self.output.untyped_storage().resize_(0)
 
-    def pieces(self, section: Tensor, inputs: Sequence[Tensor], *, is_own: bool) -> list[Tensor]:
-        """Return the views of this rank's section that the inputs are copied to. Padding may follow each of them.
+    def parts(
+        self, section: Tensor, inputs: Sequence[Tensor], *, is_own: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the views of this rank's section that the inputs are copied to, and those of padding after them.
 
         Args:
             is_own: the section is in `output`, so that the views are the same in every gather.
         """
         shapes = [tensor.shape for tensor in inputs]
         if is_own and self._shapes == shapes:
-            return self._pieces
-        pairs = zip(section.split(self.sizes), shapes, strict=True)
-        views = [leading_view(piece, shape) for piece, shape in pairs]
+            return self._parts
+        pairs = list(zip(section.split(self.sizes), shapes, strict=True))
+        tails = [piece[shape.numel() :] for piece, shape in pairs if piece.numel() > shape.numel()]
+        parts = [leading_view(piece, shape) for piece, shape in pairs], tails
         if is_own:
-            self._pieces, self._shapes = views, shapes
-        return views
+            self._parts, self._shapes = parts, shapes
+        return parts
 
 
 class UnshardedParams:
