@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from conformance.distributed.fsdp.scenes.fsdp_training import mesh_of
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_gradients, full_parameters, held
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
@@ -231,6 +231,33 @@ def test_trains_parameters_of_two_dtypes(plain_twins: PlainTwins, thaws: str) ->
         we_do=lambda outcomes: all(does_as(expected, outcome) for outcome in outcomes),
         may_agree=may_agree,
     )
+
+
+class _Quantised(nn.Module):
+    """Frozen float8 weight with a trained adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.linspace(-1, 1, 20).view(5, 4).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.adapter = filled(nn.Linear(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype) + self.adapter(x)
+
+
+def of_float8(scene: Scene) -> dict[str, Tensor | None]:
+    model = _Quantised().to(scene.rank.device)
+    scene.shard(model)
+    x = torch.linspace(-1, 1, 10, device=scene.rank.device).view(2, 5)
+    scene.mean(lambda rank: model(x + rank).square().mean()).backward()
+    return full_gradients(model)
+
+
+@clause("distributed.fsdp.fully_shard.dtypes_in_a_group")
+def test_trains_beside_frozen_float8(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(of_float8)
+    plain_twins.agree_with_unsharded(of_float8)
 
 
 def _policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> Any:

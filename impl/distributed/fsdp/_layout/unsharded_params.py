@@ -32,7 +32,8 @@ class Packing:
 
     def __init__(self, runs: Sequence[Tensor], ranks: int, device: torch.device) -> None:
         dtypes = {run.dtype for run in runs}
-        self.is_bytes = len(dtypes) > 1
+        # Not all backends know the dtypes of one byte.
+        self.is_bytes = len(dtypes) > 1 or min(dtype.itemsize for dtype in dtypes) == 1
         self.dtype = torch.uint8 if self.is_bytes else dtypes.pop()
         # Number of elements of a rank's shard of each run.
         self.sizes = [run.nbytes // ranks // self.dtype.itemsize for run in runs]
