@@ -409,9 +409,8 @@ class DTensorGroup:
             output = custom.allocate((numel,), dtype=packing.dtype, device=self.device)
         local = output[over.rank() * packing.total :][: packing.total]
         pieces, padding = packing.parts(local, inputs, is_own=custom is None)
-        if (
-            padding
-        ):  # a check for nan sees it too, and a custom collective, which may quantise it with the rest
+        # A check for nan sees the padding too, and a custom collective may quantise it with the rest.
+        if padding:
             torch._foreach_zero_(padding)
         torch._foreach_copy_(pieces, list(inputs))
         return AllGatherRequest(over, output, local, ())
