@@ -13,6 +13,7 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.sandbox import seeding
+from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import stored_updates, updates
 from conformance.strategies.fused_steps import (
     FUSED,
@@ -155,7 +156,7 @@ def test_bfloat16_states_of_float32_parameters(
     subject: Library, reference: Library, device: str, kind: str, max_norm: float
 ) -> None:
     """Compare with the same values in float32. From torch 2.15 on, its fused Adam takes bfloat16 states on CUDA."""
-    takes_narrow = device == "cuda" and torch.__version__ >= "2.15" and kind in ("adam", "adamw")
+    takes_narrow = device == "cuda" and is_torch_in(">=2.15") and kind in ("adam", "adamw")
     expected = with_states(reference, device, kind, torch.bfloat16 if takes_narrow else torch.float32)
     actual = with_states(subject, device, kind, torch.bfloat16)
     for harness in (expected, actual):

@@ -241,7 +241,7 @@ def _supported_dtypes(device_type: str) -> list[torch.dtype]:
     name = torch._C._get_privateuse1_backend_name()
     if device_type != name:
         return [torch.bfloat16, torch.float16]
-    lacks = "the module misses" if torch.__version__ >= "2.14" else " the module miss"
+    lacks = "the module misses" if torch.__version__ >= "2.14.dev0" else " the module miss"
     message = (
         f"Tried to use AMP with the `{name}` backend, but the backend has not registered a module or {lacks} "
         "some necessary funcs. The backend should register a module by `torch._register_device_module`, "

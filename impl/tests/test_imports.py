@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,11 @@ IN_QUICK = ("ours first", "Dynamo never by name", "Dynamo fails once")
 )
 def test_dynamo_knows_our_regions(order: str) -> None:
     assert output_of(ORDERS[order] + AFTERWARDS) == "known\n"
+
+
+def test_versions_of_torch_are_compared_with_their_first_development_build() -> None:
+    """The pre-releases 2.15.0.dev20260901, 2.15.0a0 and 2.15.0rc1 behave like 2.15, but sort before 2.15."""
+    text = "\n".join(file.read_text() for file in (ROOT / "impl").rglob("*.py"))
+    compared = re.findall(r"torch\.__version__ [<>=]+ (\S+\d\S*)", text)
+    assert compared
+    assert all(version.strip('":').endswith(".dev0") for version in compared), compared

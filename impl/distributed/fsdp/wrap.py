@@ -387,7 +387,7 @@ def _choose_by_callable(
 
 def _warn_of_classes(full_precision: Iterable[nn.Module]) -> None:
     if classes := {type(module) for module in full_precision}:
-        instances = "instances" if torch.__version__ >= "2.14" else "instacnes"
+        instances = "instances" if torch.__version__ >= "2.14.dev0" else "instacnes"
         warnings.warn(
             "Both mixed precision and an auto_wrap_policy were specified to FSDP, "
             f"where the wrapped module has submodules of type:\n{classes}\n"

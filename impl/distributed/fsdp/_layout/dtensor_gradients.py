@@ -25,7 +25,7 @@ from impl.kernels import copy_to_host_async
 from impl.optim._held_gradients import HeldGradient, HeldGradients
 
 # From torch 2.15 on, `reset_iter_state` clears `.grad` too.
-_RESET_CLEARS_GRAD = torch.__version__ >= "2.15"
+_RESET_CLEARS_GRAD = torch.__version__ >= "2.15.dev0"
 
 
 class Reduced(Protocol):

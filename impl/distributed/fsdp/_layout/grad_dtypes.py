@@ -14,7 +14,7 @@ from torch import nn
 
 from impl.distributed.fsdp._params.policies import ParamPrecision
 
-FOLLOWS_PARAM = torch.__version__ >= "2.15"
+FOLLOWS_PARAM = torch.__version__ >= "2.15.dev0"
 
 
 def has_grad_dtype(param: nn.Parameter) -> bool:
