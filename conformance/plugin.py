@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import gc
+import os
 import signal
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
@@ -92,7 +93,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     _set_hypothesis_up(config)
     notes = Notes.of_run(config)
-    deadlines = None if config.getoption("dist", "no") != "no" else Deadlines(config, notes)
+    has_workers = config.getoption("dist", "no") != "no"
+    if has_workers:
+        # The workers use all cores. By default, the threads of each worker's torch would spin between two operators.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    deadlines = None if has_workers else Deadlines(config, notes)
     info = _load_subject(config, deadlines)
     if not hasattr(config, "workerinput"):
         known = accounting.known_before(config.option.subject, info)
