@@ -35,7 +35,7 @@ def assert_close(expected: torch.Tensor, actual: torch.Tensor, label: str) -> No
     assert (excess := ONE_STEP.excess(expected, actual)) is None, f"{label}: {excess}"
 
 
-def assert_clipped(values: list[Any], setup: Setup, max_norm: float, norm_type: float) -> None:
+def assert_clipped(values: list[Any], setup: Setup, max_norm: float, norm_type: Any) -> None:
     for rank, value in enumerate(values):
         gradients = unsharded_gradients(setup, len(values), rank)
         norm = joint_norm(gradients, norm_type)
@@ -80,9 +80,9 @@ def test_clips_as_torch_does(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf, "inf"])
 @each_strategy
-def test_norm_equals_norm_of_unsharded_gradients(twins: Twins, strategy: str, norm_type: float) -> None:
+def test_norm_equals_norm_of_unsharded_gradients(twins: Twins, strategy: str, norm_type: Any) -> None:
     setup = leaf_by_leaf(strategy)
     values = twins.values(clip, setup, max_norm=0.25, norm_type=norm_type)
     assert_clipped(values, setup, 0.25, norm_type)
@@ -107,6 +107,26 @@ def clip_with_a_unit_that_is_not_sharded(scene: Scene, *, norm_type: float) -> d
 def test_sharded_gradients_and_others_have_one_norm(cpu_twins: Twins, norm_type: float) -> None:
     values = cpu_twins.values(clip_with_a_unit_that_is_not_sharded, FLAT, norm_type=norm_type)
     assert_clipped(values, FLAT, 0.25, norm_type)
+
+
+def clip_tiny(scene: Scene) -> dict[str, Any]:
+    """Clip gradients whose norm is below the 1e-6 that is added to it. Return the norm and the changed gradients."""
+    scene.backward()
+    gradients = {name: grad for name, grad in scene.gradients().items() if grad is not None}
+    for grad in gradients.values():
+        grad.mul_(2.0**-30)
+    before = {name: grad.clone() for name, grad in gradients.items()}
+    norm = scene.model.clip_grad_norm_(0.25)
+    changed = [name for name, grad in gradients.items() if not torch.equal(grad, before[name])]
+    return {"norm": norm / 2.0**-30, "changed": changed}
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.as_torch")
+@each_strategy
+def test_tiny_gradients_stay_unchanged(twins: Twins, strategy: str) -> None:
+    for outcome in twins.agree(clip_tiny, leaf_by_leaf(strategy)):
+        assert 0 < outcome.value["norm"].values < 2.0**30 * 1e-7
+        assert outcome.value["changed"] == []
 
 
 def clip_nonfinite(scene: Scene, *, value: float) -> dict[str, Any]:
