@@ -16,6 +16,7 @@ from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, Stat
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene, filled, named
 from conformance.distributed.fsdp.scenes.twins import (
+    STRATEGIES,
     Twins,
     Wrapping,
     both_kinds,
@@ -146,6 +147,25 @@ def test_wrapped_model_can_be_converted(twins: Twins, device: str, wrapping: Wra
     is_off_device = how == "cpu" and device != "cpu"
     for outcome in twins.agree(converted, leaf_by_leaf(**wrapping), how=how, may_raise=is_off_device):
         assert (outcome.raised is not None) is is_off_device
+
+
+def converted_after_backward(scene: Scene) -> dict[str, torch.Tensor | None]:
+    """Change the dtype between a backward and the optimizer's step. Return the gradients."""
+    scene.backward()
+    scene.model.double()
+    return scene.gradients()
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
+@both_kinds
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.world_sizes(fewest=2)
+def test_sharded_gradients_are_converted_with_model(
+    twins: Twins, strategy: str, use_orig_params: bool
+) -> None:
+    for outcome in twins.agree(converted_after_backward, leaf_by_leaf(strategy, use_orig_params)):
+        dtypes = {grad.dtype for grad in outcome.value.values() if grad is not None}
+        assert dtypes == {torch.float64}
 
 
 def classes(scene: Scene) -> dict[str, bool]:
