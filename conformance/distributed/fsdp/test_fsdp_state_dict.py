@@ -14,6 +14,7 @@ import torch.distributed.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from conformance.distributed.fsdp.scenes import state_dicts
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
@@ -33,7 +34,14 @@ from conformance.distributed.fsdp.scenes.state_dicts import (
     unsharded_state,
     with_other_values,
 )
-from conformance.distributed.fsdp.scenes.twins import FLAT, Twins, TwinsOf, flat_or_originals, values_of
+from conformance.distributed.fsdp.scenes.twins import (
+    FLAT,
+    RankOutcomes,
+    Twins,
+    TwinsOf,
+    flat_or_originals,
+    values_of,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT
 from conformance.strategies.modules import module_trees
@@ -109,6 +117,24 @@ def test_saved_state_dict_matches_torch(twins: Twins, data: st.DataObject) -> No
 def test_state_dict_of_replicas_matches_torch(twins_of: TwinsOf, by: str) -> None:
     setup = Setup("HYBRID_SHARD", ranks=by, shards=2, wrap="leaves")
     twins_of(4).agree(state_dicts.saved, setup, EXACT, form=Form("SHARDED"))
+
+
+def ranks_of_shards(scene: Scene, *, form: Form) -> set[int]:
+    """Return the ranks that the metadata of this rank's shards name."""
+    state_dicts.set_form(scene.library, scene.model, form)
+    return {
+        state_dicts.rank_of(shard.metadata)
+        for value in scene.model.state_dict().values()
+        if isinstance(value, ShardedTensor)
+        for shard in value.local_shards()
+    }
+
+
+@clause("distributed.fsdp.fsdp_state_dict.saved")
+@pytest.mark.parametrize("kind", ["SHARDED", "LOCAL"])
+def test_local_shards_name_their_rank(twins_of: TwinsOf, kind: str) -> None:
+    outcomes = twins_of(2).agree(ranks_of_shards, FLAT, form=Form(kind))
+    assert [outcome.value for outcome in outcomes] == [{0}, {1}]
 
 
 @clause("distributed.fsdp.fsdp_state_dict.saved")
@@ -392,12 +418,29 @@ def test_faulty_state_dict_raises_like_torch(twins: Twins, kind: str, fault: str
 @clause("distributed.fsdp.fsdp_state_dict.refused")
 @pytest.mark.parametrize(
     ("fault", "text"),
-    [("two parts", "0 or 1 shard per rank but got 2 shards"), ("without values", "meta tensor")],
+    [
+        ("two parts", "0 or 1 shard per rank but got 2 shards on rank {rank}."),
+        ("without values", "meta tensor"),
+    ],
 )
 def test_unsuitable_shards_are_refused(twins_of: TwinsOf, fault: str, text: str) -> None:
     arguments = {"form": Form("SHARDED"), "fault": fault, "on": range(2)}
-    for value in twins_of(2).values(state_dicts.failed, FLAT, **arguments):
-        assert text in str(value["error"])
+    for rank, value in enumerate(twins_of(2).values(state_dicts.failed, FLAT, **arguments)):
+        assert text.format(rank=rank) in str(value["error"])
+
+
+@clause("distributed.fsdp.fsdp_state_dict.refused")
+def test_shard_with_padding_is_refused_before_buffers_are_loaded(twins_of: TwinsOf) -> None:
+    """The unit's last shard has one element of padding, which a state dict does not contain."""
+
+    def is_refused(outcomes: RankOutcomes) -> bool:
+        last = values_of(outcomes)[-1]
+        return "Error: " in str(last["error"]) and not any(
+            name.startswith("buffer") for name in last["changed"]
+        )
+
+    arguments = {"form": Form("LOCAL"), "fault": "with padding", "on": [1]}
+    twins_of(2).check_both(is_refused, state_dicts.failed, Setup(), **arguments)
 
 
 class PartlyFrozen(nn.Module):

@@ -218,6 +218,13 @@ def _drop_values(state_dict: dict[str, Any]) -> None:
         state_dict[WEIGHT] = value.to("meta")
 
 
+def _lengthen_shards(state_dict: dict[str, Any]) -> None:
+    """Append an element to each local shard, like a shard that was saved with its padding."""
+    for value in state_dict.values():
+        for shard in value.local_shards() if isinstance(value, ShardedTensor) else ():
+            shard.tensor = nn.functional.pad(shard.tensor, [0, 1])
+
+
 DAMAGES: dict[str, Damage] = {
     "missing": lambda state_dict: (state_dict.pop(WEIGHT), state_dict.pop("head.bias")),
     "missing buffer": lambda state_dict: state_dict.pop(BUFFER),
@@ -230,6 +237,7 @@ DAMAGES: dict[str, Damage] = {
     "whole": lambda state_dict: state_dict.update({WEIGHT: torch.ones(4, 3)}),
     "without values": _drop_values,
     "two parts": _split_into_rows,
+    "with padding": _lengthen_shards,
     "misshaped part": lambda state_dict: state_dict.update({WEIGHT: state_dict["head.weight"]}),
 }
 
