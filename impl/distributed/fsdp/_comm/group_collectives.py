@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,8 +52,6 @@ class GroupCollectives:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.is_over_gloo = is_over_gloo(group, torch.device("cpu"))
-        # Since torch 2.15 the group then checks what its own collectives send.
-        self.checks_nan = os.environ.get("TORCH_DIST_NAN_CHECK") == "1"
 
     def all_gather(self, output: Tensor, shard: Tensor, complete: Complete) -> None:
         complete(_all_gather, self.group, output, shard)

@@ -25,9 +25,7 @@ from conformance.judge.sandbox import seeding
 from conformance.ranks import Rank, RankFault, RankPool
 from impl.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from impl.distributed.fsdp._comm import choosing, same_host
-from impl.distributed.fsdp._comm.choosing import transport_for
 from impl.distributed.fsdp._comm.desync.collective_order import order_checker_of
-from impl.distributed.fsdp._comm.group_collectives import GroupCollectives
 from impl.distributed.fsdp._comm.same_host import SameHostPeers
 from impl.distributed.fsdp._comm.transport import issue_and_wait
 from impl.distributed.fsdp._layout import per_param
@@ -163,15 +161,16 @@ def test_no_rank_reads_if_any_rank_cannot(ranks: Callable[..., RankPool], blind:
     assert ranks(3).run(meet_one_that_cannot_read, blind=blind) == [False] * 3
 
 
-def choose_with_nan_check(rank: Rank) -> bool:
-    """Return whether a group that checks its collectives for nan reads other ranks' memory."""
-    with mock.patch.dict(os.environ, TORCH_DIST_NAN_CHECK="1"), _new_group() as (group, _):
-        collectives = GroupCollectives(group)
-        return transport_for(collectives, choosing.LEAST_BYTES, True, issue_and_wait) is not collectives
+def meet_one_that_checks_for_nan(rank: Rank, *, checking: int) -> bool:
+    """Whether this rank would read the others' memory, which a check of the group's collectives does not see."""
+    checks = {"TORCH_DIST_NAN_CHECK": "1"} if rank.rank == checking else {}
+    with mock.patch.dict(os.environ, checks), _new_group() as (_, peers):
+        return peers is not None
 
 
-def test_group_that_checks_for_nan_sends_by_its_own_collectives(ranks: Callable[..., RankPool]) -> None:
-    assert ranks(2).run(choose_with_nan_check) == [False] * 2
+@pytest.mark.parametrize("checking", [0, 1])
+def test_no_rank_reads_if_any_rank_checks_for_nan(ranks: Callable[..., RankPool], checking: int) -> None:
+    assert ranks(2).run(meet_one_that_checks_for_nan, checking=checking) == [False] * 2
 
 
 def offer_unequal_sizes(rank: Rank) -> str | None:
