@@ -39,7 +39,7 @@ _Group = dist.ProcessGroup | None
 _Entries = dict[str, Any]
 _GROUPS = "optimizer.param_groups"
 _STATES = "optimizer.state."
-_COMPILED = "_orig_mod."  # part of a name, for a module that torch.compile has wrapped
+_COMPILED = "_orig_mod"  # attribute of torch.compile's wrapper for the wrapped module
 
 
 class Stateful(Protocol):
@@ -182,7 +182,7 @@ def _entries(model: nn.Module, optimizer: Optimizer | None, group: _Group) -> _E
 
 
 def _unwrapped(name: str) -> str:
-    return name.replace(_COMPILED, "")
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def _renamed(state: _Entries, rename: Callable[[str], str]) -> _Entries:
