@@ -33,6 +33,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     values_of,
 )
 from conformance.judge.clauses import clause
+from conformance.judge.judgement import unavailable
 from conformance.judge.tolerances import ONE_STEP, TRAINED
 
 options = st.fixed_dictionaries(
@@ -116,17 +117,22 @@ def test_load_inside_summon_is_kept_by_writeback(
         )
 
 
-def save_and_load_on_first_rank(scene: Scene) -> dict[str, Any]:
+def save_and_load_on_first_rank(scene: Scene, *, offload_to_cpu: bool = False) -> dict[str, Any]:
     """Save, and load another model's state dict, on the first rank alone, which is the only one to see parameters."""
     saved: dict[str, Any] = {}
     loaded: dict[str, Any] = {}
-    with scene.fsdp.summon_full_params(scene.model, rank0_only=True, writeback=False):
+    options = {"rank0_only": True, "writeback": False, "offload_to_cpu": offload_to_cpu}
+    with scene.fsdp.summon_full_params(scene.model, **options):
         if scene.rank.rank == 0:
+            with torch.no_grad():
+                for parameter in scene.model.parameters():
+                    parameter.add_(1)
             saved = scene.model.state_dict()
             scene.model.load_state_dict(TREE.build(1).state_dict())
             loaded = named(scene.model)
     whole = scene.whole_parameters()
-    return {"saved": saved, "loaded": loaded, "whole": whole, "loss": scene.backward()}
+    devices = [value.device.type for value in saved.values()]
+    return {"saved": saved, "devices": devices, "loaded": loaded, "whole": whole, "loss": scene.backward()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.options")
@@ -136,6 +142,14 @@ def test_first_rank_saves_and_loads_alone_inside_summon(twins: Twins, wrapping: 
     first, *_ = twins.agree(save_and_load_on_first_rank, leaf_by_leaf(**wrapping))
     assert first.value["saved"].keys() >= loaded.keys()
     assert all(torch.equal(values.values, loaded[name]) for name, values in first.value["loaded"].items())
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.offload_to_cpu")
+@pytest.mark.world_sizes(fewest=2)
+def test_state_saved_from_offloaded_parameters_is_on_the_cpu(twins: Twins) -> None:
+    if twins.pool.device == "cpu":
+        unavailable("torch cannot offload parameters of a CPU")
+    twins.agree(save_and_load_on_first_rank, leaf_by_leaf(use_orig_params=True), offload_to_cpu=True)
 
 
 def stepped_after_summon(scene: Scene, *, strategy: str, is_cleared: bool) -> dict[str, Any]:

@@ -42,6 +42,18 @@ from impl.distributed.fsdp.api import ShardedStateDictConfig, StateDictConfig, S
 class LoadableWrapper(Wrapper):
     _loading: StateDictLoading | None = None
 
+    def is_full_state_dict(self) -> bool:
+        """Return whether this unit's state dict is a FULL_STATE_DICT."""
+        raise NotImplementedError
+
+
+def is_seen_by_first_rank(wrapper: Wrapper) -> bool:
+    """Return whether the first rank alone has the unit's unsharded parameters.
+
+    With tensor parallelism, several ranks have parts of them.
+    """
+    return wrapper._unit.phase is Phase.SUMMONED_ON_FIRST_RANK and not wrapper._groups.parallel
+
 
 class StateDictLoading:
     """Call of `load_state_dict` for the units at and below a wrapper.
@@ -91,8 +103,7 @@ class StateDictLoading:
 
         Return the first problem of any rank.
 
-        Collectives: all-reduces over the units' groups, and those of writing. None inside
-            `summon_full_params(rank0_only=True)`, because only the first rank sees what is loaded and may load alone.
+        Collectives: all-reduces over the units' groups, and those of writing. None if the first rank may load alone.
         """
         self._end()
         problem = problem or "\n\t".join(
@@ -101,7 +112,7 @@ class StateDictLoading:
         sources = [source for wrapper in self.wrappers for source in self._sources_of(wrapper)]
         try:
             verdict = problem
-            if not self._is_of_one_rank():
+            if not self._may_be_of_one_rank():
                 verdict = first_problem_on_any_rank(self.wrappers, problem, sources)
         except BaseException:
             self._plain.restore()
@@ -124,11 +135,12 @@ class StateDictLoading:
         if verdict and not own_errors:
             self.errors.append(verdict)
 
-    def _is_of_one_rank(self) -> bool:
-        """Return whether only the first rank sees what is loaded, and has all of it."""
-        units = [wrapper._unit for wrapper in self.wrappers if wrapper._unit.param_groups]
-        is_full = all(unit.kind is StateDictType.FULL_STATE_DICT for unit in self._units.values())
-        return is_full and {unit.phase for unit in units} == {Phase.SUMMONED_ON_FIRST_RANK}
+    def _may_be_of_one_rank(self) -> bool:
+        """Return whether the first rank may load alone, because it alone has all unsharded parameters."""
+        wrappers = [wrapper for wrapper in self.wrappers if wrapper._unit.param_groups]
+        return bool(wrappers) and all(
+            is_seen_by_first_rank(wrapper) and wrapper.is_full_state_dict() for wrapper in wrappers
+        )
 
     def _end(self) -> None:
         for unit in self._units.values():
@@ -169,19 +181,19 @@ class UnitLoading:
     def __init__(self, wrapper: Wrapper, kind: StateDictType, config: StateDictConfig) -> None:
         self._wrapper = wrapper
         self._unit = wrapper._unit
-        self.kind = kind
+        self._kind = kind
         self._config = config
         self._shown = ExitStack()
         self._sources: dict[FlatParamGroup, list[Any]] = {}
 
     def begin(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        write_back_and_reshard(self._unit, self.kind)
+        write_back_and_reshard(self._unit, self._kind)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[prefix + WRAPPED + key.removeprefix(prefix)] = state_dict.pop(key)
-        if self.kind is StateDictType.LOCAL_STATE_DICT:
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
             return self._begin_local(state_dict, prefix)
         problems = []
-        if self.kind is StateDictType.SHARDED_STATE_DICT:
+        if self._kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_sharded(state_dict, prefix)
         for handle in self._unit.param_groups:
             self._shown.enter_context(handle.registering(stand_ins_for(handle, self)))
@@ -195,7 +207,7 @@ class UnitLoading:
 
     def problems_of_sources(self) -> list[str]:
         """Return the values that were assigned to a parameter and cannot be copied into it, as text."""
-        if self.kind is StateDictType.LOCAL_STATE_DICT:
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
             return []
         return [
             f"{handle.layout.slots[index].name}: rank {self._wrapper.rank} got {_describe_source(source)}, but keeps "
@@ -210,26 +222,26 @@ class UnitLoading:
         slot, parallel = handle.layout.slots[index], handle.param_infos[index].parallel
         if parallel or self._comes_over_whole_mesh():
             return f"a DTensor of shape {tuple(parallel.shape if parallel else slot.shape)}"
-        if self.kind is StateDictType.SHARDED_STATE_DICT:
+        if self._kind is StateDictType.SHARDED_STATE_DICT:
             chunk = chunk_of(slot, self._wrapper._groups.shard_rank, handle.layout.world)
             return f"a tensor of shape {chunk.shape}"
         return f"a tensor of shape {slot.shape}"
 
     def source_of(self, handle: FlatParamGroup, index: int) -> str:
         # LOCAL_STATE_DICT has one shard of all parameters together.
-        if self.kind is StateDictType.LOCAL_STATE_DICT:
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
             return "nothing"
         source = self._sources[handle][index]
         if isinstance(source, DTensor):
             return f"a part in {source.dtype} as {source.placements}"
-        if self.kind is not StateDictType.SHARDED_STATE_DICT or source is None:
+        if self._kind is not StateDictType.SHARDED_STATE_DICT or source is None:
             return "nothing"
         return f"a part in {source.dtype}"
 
     def _comes_over_whole_mesh(self) -> bool:
         """Return whether the parts are DTensors over a mesh that contains this unit's mesh."""
         mesh = self._wrapper._device_mesh
-        is_sharded = self.kind is StateDictType.SHARDED_STATE_DICT
+        is_sharded = self._kind is StateDictType.SHARDED_STATE_DICT
         return is_sharded and mesh is not None and root_mesh_of(mesh) != mesh
 
     @torch.no_grad()
@@ -243,7 +255,7 @@ class UnitLoading:
             if is_summoned and handle.is_sharded:
                 # The end of summon_full_params decides whether the summoned values are kept.
                 shard = shard.clone()
-            match self.kind:
+            match self._kind:
                 case StateDictType.LOCAL_STATE_DICT:
                     for source in sources:
                         shard[: len(source)].copy_(source)
@@ -257,17 +269,17 @@ class UnitLoading:
                 self._show(handle, {index: views[index] for index in present})
 
     def _is_of_first_rank(self, handle: FlatParamGroup) -> bool:
-        """Return whether only the first rank sees what is loaded, and has all of it."""
-        is_full = self.kind is StateDictType.FULL_STATE_DICT
-        return is_full and handle.is_sharded and self._unit.phase is Phase.SUMMONED_ON_FIRST_RANK
+        """Return whether the loaded values are written to the first rank's unsharded parameters, and nowhere else."""
+        is_full = self._kind is StateDictType.FULL_STATE_DICT
+        return is_full and handle.is_sharded and is_seen_by_first_rank(self._wrapper)
 
     def piece_of(self, unsharded: Tensor, name: str) -> LoadedPiece | Tensor:
-        """Return a copy of what this rank needs of `unsharded`, which is loaded into the parameter `name`."""
+        """Return what this rank needs of `unsharded`, a new tensor that is loaded into the parameter `name`."""
         for handle in self._unit.param_groups:
             for index, slot in enumerate(handle.layout.slots):
                 if slot.name == name:
                     if self._is_of_first_rank(handle):
-                        return unsharded.clone()
+                        return unsharded
                     values = _own_piece(handle, index, unsharded)
                     return LoadedPiece(unsharded.shape, None if values is None else values.clone())
         raise AssertionError(name)

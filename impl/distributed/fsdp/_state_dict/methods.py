@@ -73,7 +73,7 @@ class StateDicts(LoadableWrapper):
         SHARDED_STATE_DICT contains each rank's rows, as ShardedTensor, or as DTensor if a device mesh was passed.
         LOCAL_STATE_DICT contains the rank's shards. It can only be loaded by as many ranks with the same wrapping.
         NO_SHARD always uses FULL_STATE_DICT. Inside `summon_full_params(rank0_only=True)` the first rank may call this
-        alone for FULL_STATE_DICT, and the others get an empty dict.
+        alone for FULL_STATE_DICT, if all units are summoned. The others get no parameters of sharded units.
 
         Raises:
             AssertionError: called during a forward or backward.
@@ -97,6 +97,9 @@ class StateDicts(LoadableWrapper):
     ) -> Any:
         """Load a state dict of the same `state_dict_type`: all of it on every rank, or nothing on any rank.
 
+        Inside `summon_full_params(rank0_only=True)` the first rank may load a FULL_STATE_DICT alone, if all units are
+        summoned and none has DTensors. Then each rank that loads decides for itself.
+
         Args:
             state_dict: for FULL_STATE_DICT the unsharded dict on each rank.
             strict: require the same keys as `state_dict` returns.
@@ -108,8 +111,8 @@ class StateDicts(LoadableWrapper):
         Raises:
             RuntimeError: a key is missing, unexpected or misshaped, on this rank or on another one.
             AssertionError: a key has a value of another type than the state dict's type requires.
-        Collectives: all-reduces of a number for each parameter, then for SHARDED_STATE_DICT an all-to-all per unit. For
-            FULL_STATE_DICT none inside `summon_full_params(rank0_only=True)`, where the first rank may load alone.
+        Collectives: all-reduces of a number for each parameter, then for SHARDED_STATE_DICT an all-to-all per unit;
+            none where the first rank may load alone.
         Source: torch's 2.13; differences: a failed load leaves everything unchanged; `assign` loads parameters of
             units too; LOCAL_STATE_DICT can be loaded with `use_orig_params` too. Modules with their own load function
             may copy into unsharded parameters, and cannot read them. If an outer module is loaded, missing and
@@ -212,6 +215,10 @@ class StateDicts(LoadableWrapper):
             "torch.distributed.checkpoint.state_dict takes impl's FullyShardedDataParallel for an unsharded module; "
             "call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
         )
+
+    def is_full_state_dict(self) -> bool:
+        is_full = self._state_dict_type is StateDictType.FULL_STATE_DICT
+        return is_full or self.sharding_strategy is ShardingStrategy.NO_SHARD
 
     def _kind_and_config(self, instead: str) -> tuple[StateDictType, StateDictConfig]:
         """Return the current type and config. Warn with `instead` if the type is not the one that was set.

@@ -53,15 +53,15 @@ class StateDictSaving:
         self._unit = wrapper._unit
         self._kind = kind
         self._config = config
-        # Only the first rank has unsharded parameters, without a collective, because it may save alone.
-        self._is_of_first_rank = (
+        # The first rank, which alone has unsharded parameters, may save alone.
+        self._issues_no_gather = (
             kind is StateDictType.FULL_STATE_DICT
             and self._unit.phase is Phase.SUMMONED_ON_FIRST_RANK
             and wrapper._groups.shard is not None
         )
         is_rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
         self._is_left_out = (
-            not self._unit.summoned if self._is_of_first_rank else is_rank0_only and wrapper.rank != 0
+            not self._unit.summoned if self._issues_no_gather else is_rank0_only and wrapper.rank != 0
         )
         self._shown = ExitStack()
         self._copies: dict[int, bool] = {}  # storage -> whether a key has it already
@@ -132,14 +132,18 @@ class StateDictSaving:
 
         Beyond the copies no rank has more than a run of the buffer at a time.
         """
-        if self._is_of_first_rank and self._is_left_out:
+        if self._issues_no_gather and self._is_left_out:
             return []
-        is_summoned = self._is_of_first_rank or self._unit.phase in SHOWN_ON_ALL_RANKS
+        is_summoned = bool(self._unit.summoned)
         if is_summoned or self._wrapper._groups.shard is None:
             full_tensors = (
                 _summoned_tensors(handle) if is_summoned else handle.views_of(handle.flat_param.data)
             )
-            return [] if self._is_left_out else [self._copy(unsharded) for unsharded in full_tensors]
+            if self._is_left_out:
+                return []
+            # Parameters that were summoned to the CPU may not fit on the compute device.
+            stays = is_summoned and not self._config.offload_to_cpu
+            return [unsharded.clone() if stays else self._copy(unsharded) for unsharded in full_tensors]
         slots = () if self._is_left_out else handle.layout.slots
         memories = [torch.empty(slot.numel, dtype=handle.dtype, device=self._device) for slot in slots]
         stops = [slot.stop for slot in slots]
