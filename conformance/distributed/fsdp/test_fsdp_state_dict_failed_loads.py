@@ -32,6 +32,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     values_of,
 )
 from conformance.judge.clauses import clause
+from conformance.ranks import RankFault
 
 has_changed, is_as_before = each(lambda value: value["changed"]), each(lambda value: not value["changed"])
 
@@ -112,6 +113,32 @@ def test_load_failure_below_plain_module_keeps_unit_unchanged(cpu_twins: Twins) 
 
     cpu_twins.deviate(
         failed_below, FLAT, torch_does=each(lambda value: bias in value["changed"]), we_do=is_reported
+    )
+
+
+def shards_loaded_inside_summon(scene: Scene) -> dict[str, Any]:
+    """Load shards while the first rank alone has unsharded parameters. The last rank passes no state dict."""
+    state_dict: Any = state_dict_of_other_model(scene, Form("SHARDED"))
+    if scene.rank.rank == scene.rank.world_size - 1:
+        state_dict = None
+    with scene.fsdp.summon_full_params(scene.model, rank0_only=True, writeback=False):
+        error = tried(lambda: scene.model.load_state_dict(state_dict))
+    return {"error": str(error), "loss": scene.backward()}
+
+
+@all_or_nothing
+@fails_on_one_rank
+@pytest.mark.world_sizes(fewest=2)
+def test_failed_load_of_shards_inside_summon_raises_on_all_ranks(cpu_twins: Twins) -> None:
+    cpu_twins.deviate(
+        shards_loaded_inside_summon,
+        FLAT,
+        may_fault=True,
+        torch_does=lambda outcomes: isinstance(outcomes, RankFault),
+        we_do=lambda outcomes: (
+            not isinstance(outcomes, RankFault)
+            and all("rror" in value["error"] for value in values_of(outcomes))
+        ),
     )
 
 
