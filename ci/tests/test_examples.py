@@ -24,6 +24,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.selftests.processes import run_python
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _PROGRAMS = Path(sys.executable).parent
@@ -185,10 +187,14 @@ def program_of(command: str) -> tuple[str, list[str]]:
 def help_of(program: str) -> str:
     # `ci/test` hands its arguments to pytest; the head of the file has its own.
     own = (ROOT / "ci/test").read_text() if program == "ci/test" else ""
-    command = "pytest --help" if program == "ci/test" else f"{program} --help"
-    ended = run(f"{command} 2>&1", ROOT)
-    assert ended.returncode == 0, f"{command} ended with {ended.returncode}: {ended.stdout}"
-    return own + ended.stdout
+    command = "python -m pytest" if program in ("ci/test", "pytest") else program
+    module = command.removeprefix("python -m ")
+    is_module = module != command
+    ended = run_python("-m", *module.split(), "--help") if is_module else run(f"{command} --help", ROOT)
+    assert ended.returncode == 0, (
+        f"{program} --help ended with {ended.returncode}: {ended.stdout}{ended.stderr}"
+    )
+    return own + ended.stdout + ended.stderr
 
 
 # A test for each program, because asking it for its help takes seconds.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from conformance.selftests.processes import run_pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import _runs
@@ -87,10 +87,8 @@ def test_incomplete_report_is_refused(tree: Path, facts: dict[str, object]) -> N
 
 def pytest_report(folder: Path, *options: str) -> dict[str, object]:
     """Return the report of a run of one test. `options` go to pytest."""
-    command = ["pytest", "conformance/nn", "-k", "test_clamps_values", "-n", "0", "-q", f"--report={folder}"]
-    environ = os.environ | {"PYTHONPATH": str(folder)}
-    run = [sys.executable, "-m", *command, *options]
-    subprocess.run(run, cwd=_runs.ROOT, env=environ, check=False, timeout=240)
+    words = ["conformance/nn", "-k", "test_clamps_values", f"--report={folder}"]
+    run_pytest(*words, *options, packages=[folder])
     report: dict[str, object] = json.loads((folder / "report.json").read_text())
     return report
 
