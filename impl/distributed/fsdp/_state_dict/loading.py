@@ -36,15 +36,23 @@ from impl.distributed.fsdp._state_dict.redistribution import (
 )
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, write_back_and_reshard
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
-from impl.distributed.fsdp.api import ShardedStateDictConfig, StateDictConfig, StateDictType
+from impl.distributed.fsdp.api import (
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictType,
+)
 
 
 class LoadableWrapper(Wrapper):
     _loading: StateDictLoading | None = None
+    _state_dict_type: StateDictType
 
-    def is_full_state_dict(self) -> bool:
-        """Return whether this unit's state dict is a FULL_STATE_DICT."""
-        raise NotImplementedError
+    @property
+    def _kind(self) -> StateDictType:
+        """Type of this unit's state dict, which is always FULL_STATE_DICT without sharding."""
+        is_sharded = self.sharding_strategy is not ShardingStrategy.NO_SHARD
+        return self._state_dict_type if is_sharded else StateDictType.FULL_STATE_DICT
 
 
 def is_seen_by_first_rank(wrapper: Wrapper) -> bool:
@@ -112,7 +120,7 @@ class StateDictLoading:
         sources = [source for wrapper in self.wrappers for source in self._sources_of(wrapper)]
         try:
             verdict = problem
-            if not self._may_be_of_one_rank():
+            if not self._first_rank_may_load_alone():
                 verdict = first_problem_on_any_rank(self.wrappers, problem, sources)
         except BaseException:
             self._plain.restore()
@@ -135,11 +143,12 @@ class StateDictLoading:
         if verdict and not own_errors:
             self.errors.append(verdict)
 
-    def _may_be_of_one_rank(self) -> bool:
-        """Return whether the first rank may load alone, because it alone has all unsharded parameters."""
+    def _first_rank_may_load_alone(self) -> bool:
+        """Return whether the first rank alone has all unsharded parameters, so that it needs no other rank."""
         wrappers = [wrapper for wrapper in self.wrappers if wrapper._unit.param_groups]
         return bool(wrappers) and all(
-            is_seen_by_first_rank(wrapper) and wrapper.is_full_state_dict() for wrapper in wrappers
+            is_seen_by_first_rank(wrapper) and wrapper._kind is StateDictType.FULL_STATE_DICT
+            for wrapper in wrappers
         )
 
     def _end(self) -> None:
@@ -248,7 +257,7 @@ class UnitLoading:
     def write(self) -> None:
         for handle, sources in self._sources.items():
             present = [index for index, source in enumerate(sources) if source is not None]
-            if self._is_of_first_rank(handle):
+            if self._goes_to_first_rank(handle):
                 self._show(handle, {index: sources[index] for index in present})
                 continue
             is_summoned, shard = self._unit.phase in SHOWN, handle.flat_param.detach()
@@ -268,8 +277,8 @@ class UnitLoading:
                 views = handle.views_of(handle.gather_like(shard, self._unit.name))
                 self._show(handle, {index: views[index] for index in present})
 
-    def _is_of_first_rank(self, handle: FlatParamGroup) -> bool:
-        """Return whether the loaded values are written to the first rank's unsharded parameters, and nowhere else."""
+    def _goes_to_first_rank(self, handle: FlatParamGroup) -> bool:
+        """Return whether the values are written to the first rank's unsharded parameters, and nowhere else."""
         is_full = self._kind is StateDictType.FULL_STATE_DICT
         return is_full and handle.is_sharded and is_seen_by_first_rank(self._wrapper)
 
@@ -278,7 +287,7 @@ class UnitLoading:
         for handle in self._unit.param_groups:
             for index, slot in enumerate(handle.layout.slots):
                 if slot.name == name:
-                    if self._is_of_first_rank(handle):
+                    if self._goes_to_first_rank(handle):
                         return unsharded
                     values = _own_piece(handle, index, unsharded)
                     return LoadedPiece(unsharded.shape, None if values is None else values.clone())

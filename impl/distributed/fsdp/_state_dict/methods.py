@@ -216,10 +216,6 @@ class StateDicts(LoadableWrapper):
             "call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
         )
 
-    def is_full_state_dict(self) -> bool:
-        is_full = self._state_dict_type is StateDictType.FULL_STATE_DICT
-        return is_full or self.sharding_strategy is ShardingStrategy.NO_SHARD
-
     def _kind_and_config(self, instead: str) -> tuple[StateDictType, StateDictConfig]:
         """Return the current type and config. Warn with `instead` if the type is not the one that was set.
 

@@ -132,15 +132,13 @@ class StateDictSaving:
 
         Beyond the copies no rank has more than a run of the buffer at a time.
         """
-        if self._issues_no_gather and self._is_left_out:
-            return []
         is_summoned = bool(self._unit.summoned)
-        if is_summoned or self._wrapper._groups.shard is None:
+        if is_summoned or self._issues_no_gather or self._wrapper._groups.shard is None:
+            if self._is_left_out:
+                return []
             full_tensors = (
                 _summoned_tensors(handle) if is_summoned else handle.views_of(handle.flat_param.data)
             )
-            if self._is_left_out:
-                return []
             # Parameters that were summoned to the CPU may not fit on the compute device.
             stays = is_summoned and not self._config.offload_to_cpu
             return [unsharded.clone() if stays else self._copy(unsharded) for unsharded in full_tensors]
