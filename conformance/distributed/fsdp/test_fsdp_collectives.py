@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
-from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.scene import Scene, fill_freed_memory
 from conformance.distributed.fsdp.scenes.traffic import (
     are_at_most,
     bytes_by_kind,
@@ -275,8 +275,7 @@ def gathers_with_nan(scene: Scene, *, api: str) -> int:
     gathered = 11 + -11 % scene.rank.world_size
     with NanInGathers() as gathers:
         for _ in range(2):
-            used = [torch.full((gathered,), torch.nan, device=device) for _ in range(64)]
-            del used  # new tensors of this size get this memory
+            fill_freed_memory(gathered, device, torch.nan)
             model(torch.ones(2, 1, device=device)).sum().backward()
     return gathers.number
 

@@ -23,7 +23,7 @@ from conformance.distributed.fsdp.scenes.fully_shard_training import (
 )
 from conformance.distributed.fsdp.scenes.prompted_model import Prompted
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, batch_of, blocks
-from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
+from conformance.distributed.fsdp.scenes.scene import Scene, fill_freed_memory, filled, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, each, raises
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import Outcome, assert_same_outcome
@@ -274,17 +274,11 @@ def kept_for_backward(scene: Scene, rows: int) -> dict[str, Any]:
     scene.shard(model)
     weights = []
     for _ in range(4):
-        _fill_freed_memory(4 * -(-rows // 4) * 64, scene.rank.device)
+        fill_freed_memory(4 * -(-rows // 4) * 64, scene.rank.device, 1e30)
         loss = model(torch.ones(2, 64, device=scene.rank.device)).sum()
         weights.append(described(layer.weight))
         loss.backward()
     return {"weights": weights, "gradient": described(layer.weight.grad)}
-
-
-def _fill_freed_memory(numel: int, device: torch.device) -> None:
-    """Fill memory with a large value and free it, so that new tensors of `numel` elements contain that value."""
-    used = [torch.full((numel,), 1e30, device=device) for _ in range(64)]
-    del used
 
 
 @clause("distributed.fsdp.fully_shard.kept_for_backward")

@@ -298,6 +298,12 @@ def survivors(refs: Mapping[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, ref in refs.items() if ref() is not None]
 
 
+def fill_freed_memory(numel: int, device: torch.device, value: float) -> None:
+    """Fill memory with `value` and free it, so that new float32 tensors of `numel` elements contain that value."""
+    used = [torch.full((numel,), value, device=device) for _ in range(64)]
+    del used
+
+
 def filled(module: nn.Module) -> Any:
     """Fill the parameters with numbers from -1 to 1, with different values for each parameter."""
     with torch.no_grad():
