@@ -126,7 +126,7 @@ def _probe(group: dist.ProcessGroup, complete: Complete) -> tuple[int, ...] | No
     token = torch.tensor([secrets.randbits(62)], device="cpu")
     rows = _exchange_numbers(group, [here, os.getpid(), token.data_ptr(), int(token)], complete)
     copy = torch.zeros_like(token)
-    # Since torch 2.15 the group then checks for nan what its own collectives send.
+    # From torch 2.15 on, this variable makes a group check for nan what its own collectives send.
     must_send = os.environ.get("TORCH_DIST_NAN_CHECK") == "1"
     reads_all = (
         not must_send

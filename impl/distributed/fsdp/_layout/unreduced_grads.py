@@ -31,7 +31,7 @@ class UnreducedGrads:
         self.total = total
         self.views = handle.views_of(total)  # gradients of the unsharded parameters
         self.is_partial = False  # includes some gradients of a failed backward
-        self.was_shown = False
+        self.was_shown = False  # gradients may have been added since
         self._handle = handle
         self._shown: list[_Shown] = []
 

@@ -28,9 +28,8 @@ from impl.amp import GradScaler
 from impl.distributed.fsdp import FullyShardedDataParallel, checkpoint, fully_shard
 from impl.distributed.fsdp.wrap import ModuleWrapPolicy
 
-Wrapping = Literal[
-    "flat", "original", "fully_shard", "compiled"
-]  # "compiled": fully_shard, with a compiled part
+# "compiled" is fully_shard with a part that torch.compile has wrapped.
+Wrapping = Literal["flat", "original", "fully_shard", "compiled"]
 
 
 class CheckpointedRun:
