@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +108,25 @@ def test_real_reduce_dtype_keeps_imaginary_parts(
         may_agree=param_dtype == reduce_dtype and not is_torch_in(">=2.15"),
         **_COMPLEX,
     )
+
+
+def gradients_in_eval(scene: Scene, policy: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    """Return the gradients of a backward in eval, with the setting of FullyShardedDataParallel for full precision."""
+    model = nn.Linear(16, 16).to(scene.rank.device)
+    nn.init.constant_(model.weight, 0.01)
+    with mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"):
+        scene.shard(model, mp_policy=scene.api.MixedPrecisionPolicy(**policy)).eval()
+        batch = torch.linspace(-1 - scene.rank.rank, 1, 64, device=scene.rank.device).view(4, 16) / 3
+        model(batch).abs().pow(3).sum().backward()
+    return held(model)
+
+
+@clause("distributed.fsdp.fully_shard.mixed_precision")
+@pytest.mark.parametrize("policy", [{"reduce_dtype": LOW}, {"param_dtype": LOW}], ids=str)
+def test_environment_variable_of_fsdp1_changes_no_gradients(
+    plain_twins: PlainTwins, policy: Mapping[str, torch.dtype]
+) -> None:
+    plain_twins.agree(gradients_in_eval, policy=policy)
 
 
 def accumulated(scene: Scene, policy: Mapping[str, torch.dtype], dtype: torch.dtype) -> dict[str, Any]:

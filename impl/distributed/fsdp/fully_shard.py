@@ -45,7 +45,7 @@ from impl.distributed.fsdp._fully_shard.init import (
 from impl.distributed.fsdp._fully_shard.module_state import ModuleState, owner_of, state_of
 from impl.distributed.fsdp._fully_shard.reduction_handle import GradientReductionHandle
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
-from impl.distributed.fsdp._params.config import Config
+from impl.distributed.fsdp._params.config import UnitOptions
 from impl.distributed.fsdp._params.managed import mark_modules
 from impl.distributed.fsdp._params.policies import (
     DataParallelMeshDims,
@@ -160,7 +160,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
         param_group_of(placements, reshard_after_forward, data, device, mp_policy, offload_policy)
         for placements in group_by_mesh(managed, shard_placement_fn, mesh, data, mp_policy)
     ]
-    unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
+    unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, UnitOptions())
     state = ModuleState(modules, unit, mp_policy, device)
     for param, sharded_param in shared:
         owner_of(sharded_param).share_with(sharded_param, param.info.locations, state)

@@ -201,7 +201,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             outward_in = [group for group in reversed(groups) if group is not None]
             broadcast_states(module, managed, outward_in)
         param_groups = flat_param_groups(managed, self._groups, config, self.compute_device)
-        self._unit = Unit(module, param_groups, config)
+        self._unit = Unit(module, param_groups, config.unit_options)
         self._begin_state_dicts(module)
         mark_managed(module, self._ignored, managed)
         self._fsdp_wrapped_module = module
@@ -246,7 +246,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         if root.is_root(unit) and unit.phase not in FORWARDS:
             assert self._buffer_casts is not None
             self._buffer_casts.begin_forward()
-            args, kwargs = unit.inputs_of_root(args, kwargs, self.compute_device)
+            args, kwargs = self._inputs_of_root(args, kwargs)
         try:
             args, kwargs = unit.before_forward(args, kwargs)
             with span("FullyShardedDataParallel.forward", unit.name):

@@ -35,8 +35,8 @@ from impl.distributed.fsdp._params.autograd import (
     next_node,
     outside_transforms,
 )
-from impl.distributed.fsdp._params.config import Config
-from impl.distributed.fsdp._params.nested import Inputs, cast_inputs, move_inputs
+from impl.distributed.fsdp._params.config import UnitOptions
+from impl.distributed.fsdp._params.nested import Inputs, cast_inputs
 from impl.distributed.fsdp._params.param_group import ParamGroup, gradients_are_complete, record_unreduced
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.kernels import no_grad_fast, span
@@ -45,8 +45,8 @@ from impl.kernels import no_grad_fast, span
 class Unit(UnitParams[Group_co]):
     """Hooks of one module, and of its parameters that are unsharded together."""
 
-    def __init__(self, module: nn.Module, param_groups: Sequence[Group_co], config: Config) -> None:
-        super().__init__(module, param_groups, config)
+    def __init__(self, module: nn.Module, param_groups: Sequence[Group_co], options: UnitOptions) -> None:
+        super().__init__(module, param_groups, options)
         self.phase = Phase.IDLE
         self.prefetches_in_forward: Sequence[Unit[ParamGroup]] = ()  # added to the previous iteration's order
         self.prefetches_in_backward: Sequence[Unit[ParamGroup]] = ()  # replaces the order of forwards
@@ -89,20 +89,9 @@ class Unit(UnitParams[Group_co]):
 
     # Forward
 
-    def inputs_of_root(
-        self, args: tuple[object, ...], kwargs: dict[str, object], device: torch.device
-    ) -> Inputs:
-        """Return the inputs of the outermost unit on `device`, cast if its mixed precision requests it."""
-        args, kwargs = move_inputs(args, kwargs, device)
-        precision = self.config.precision
-        casts = precision.cast_root_forward_inputs and not self.is_in_full_precision()
-        return cast_inputs(args, kwargs, precision.param_dtype if casts else None)
-
     def _cast_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
-        precision = self.config.precision
-        if precision.param_dtype is None or not precision.cast_forward_inputs or not self.param_groups:
-            return args, kwargs
-        return cast_inputs(args, kwargs, None if self.is_in_full_precision() else precision.param_dtype)
+        casts = self.param_groups and not self.is_in_full_precision()
+        return cast_inputs(args, kwargs, self.options.input_dtype if casts else None)
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         """Unshard the parameters and register them in the modules.
@@ -235,7 +224,7 @@ class Unit(UnitParams[Group_co]):
                 group.discard_post_forward_shards()
 
     def _prefetch_for_forward(self) -> None:
-        if self.config.forward_prefetch:
+        if self.options.forward_prefetch:
             self._prefetch(self.root.order.after_in_forward(self))
         for named in self.prefetches_in_forward:
             self._prefetch(named)
@@ -275,7 +264,7 @@ class Unit(UnitParams[Group_co]):
                     unit._begin_backward(unshards=self.unshards_in_backward or unit.unshards_in_backward)
                 elif self.unshards_in_backward:  # the owner's own setting may differ
                     unit.unshard()
-            if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            if self.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch_for_backward()
 
     def _begin_backward(self, *, unshards: bool) -> None:
@@ -344,7 +333,7 @@ class Unit(UnitParams[Group_co]):
                 self.reshard()
             elif self.is_unsharded:
                 self.use_kept_views()
-        if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
         for group, group_grads in zip(self.param_groups, grads, strict=False):
             if any(grad is not None for grad in group_grads) or group.gradients.must_reduce_zeros():

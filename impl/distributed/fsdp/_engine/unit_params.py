@@ -14,7 +14,7 @@ from impl.distributed.fsdp._engine.optimizer_checks import note_sharding
 from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._engine.shared import RootContext, SummonedParams
 from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
-from impl.distributed.fsdp._params.config import Config
+from impl.distributed.fsdp._params.config import UnitOptions
 from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gather, sharding_groups
 from impl.kernels import span
 from impl.optim._held_gradients import GradientReceiver, HeldGradients, register_holder
@@ -49,10 +49,10 @@ class UnitParams(Generic[Group_co]):
 
     root: RootContext  # set by the root
 
-    def __init__(self, module: nn.Module, param_groups: Sequence[Group_co], config: Config) -> None:
+    def __init__(self, module: nn.Module, param_groups: Sequence[Group_co], options: UnitOptions) -> None:
         self._module = weakref.ref(module)
         self.param_groups: Sequence[Group_co] = list(param_groups)
-        self.config = config
+        self.options = options
         self.name = type(module).__name__
         self.summoned: Sequence[SummonedParams] = ()  # the groups while they are summoned
         self._gathered: GatherState | None = None
@@ -164,7 +164,7 @@ class UnitParams(Generic[Group_co]):
             group.record_cast_shards(params)
 
     def is_in_full_precision(self) -> bool:
-        if not self.config.full_precision_in_eval:
+        if not self.options.full_precision_in_eval:
             return False
         module = self._module()
         return module is not None and not module.training

@@ -15,6 +15,7 @@ from impl.distributed.fsdp._engine.root import Root
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._params.managed import Ignored, clean_name
+from impl.distributed.fsdp._params.nested import Inputs, cast_inputs, move_inputs
 from impl.distributed.fsdp.api import MixedPrecision, ShardingStrategy
 
 _FLAT_PARAM = "_flat_param"
@@ -50,6 +51,13 @@ class Wrapper(nn.Module):
             (f"{_FLAT_PARAM}_{index}" if index else _FLAT_PARAM, handle)
             for index, handle in enumerate(handles)
         ]
+
+    def _inputs_of_root(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
+        """Return the inputs on the compute device, cast if the mixed precision of the root requests it."""
+        args, kwargs = move_inputs(args, kwargs, self.compute_device)
+        precision = self.mixed_precision
+        casts = precision.cast_root_forward_inputs and not self._unit.is_in_full_precision()
+        return cast_inputs(args, kwargs, precision.param_dtype if casts else None)
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Constructor arguments of a sharded module."""
+"""Constructor arguments of FullyShardedDataParallel, and the options of a unit."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ _FREED_AFTER_FORWARD = (None, ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBR
 
 def _is_set_in_environment() -> bool:
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """Options of FullyShardedDataParallel that its units follow. The defaults are what `fully_shard` does."""
+
+    input_dtype: torch.dtype | None = None  # dtype of the floating-point inputs in a forward, None: their own
+    forward_prefetch: bool = False
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    full_precision_in_eval: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,16 @@ class Config:
     @cached_property
     def precision(self) -> MixedPrecision:
         return self.mixed_precision or MixedPrecision()
+
+    @property
+    def unit_options(self) -> UnitOptions:
+        precision = self.precision
+        return UnitOptions(
+            input_dtype=precision.param_dtype if precision.cast_forward_inputs else None,
+            forward_prefetch=self.forward_prefetch,
+            backward_prefetch=self.backward_prefetch,
+            full_precision_in_eval=self.full_precision_in_eval,
+        )
 
     @property
     def offloads(self) -> bool:
