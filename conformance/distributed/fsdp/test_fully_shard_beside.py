@@ -300,3 +300,47 @@ def replicated(scene: Scene) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.replicated")
 def test_model_around_units_is_replicated(plain_twins: PlainTwins) -> None:
     plain_twins.agree(replicated)
+
+
+def trained_as_two_models(scene: Scene, prefetches: str, evaluates: bool) -> list[Any]:
+    """Return the parameters of two models after three steps. One model prefetches a layer of the other.
+
+    If `evaluates`, both models have run before the first prefetch.
+    """
+    batch = torch.linspace(-1, 1, 24, dtype=torch.float64, device=scene.rank.device).view(4, 6)
+    first, second = (blocks().to(scene.rank.device) for _ in range(2))
+    for model in (first, second):
+        for layer in model:
+            scene.shard(layer)
+        scene.shard(model)
+        if evaluates:
+            with torch.no_grad():
+                model(batch)
+    if prefetches == "forward":
+        first[-1].set_modules_to_forward_prefetch([second[0]])
+    else:
+        second[0].set_modules_to_backward_prefetch([first[-1]])
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.25)
+    for _ in range(3):
+        scene.mean(lambda rank: second(first(batch + rank)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [full_parameters(first), full_parameters(second)]
+
+
+@clause("distributed.fsdp.fully_shard.prefetched_by_another_model")
+@pytest.mark.deviation("fully_shard.prefetched_by_another_model")
+@pytest.mark.parametrize(
+    ("prefetches", "evaluates"), [("forward", False), ("forward", True), ("backward", False)]
+)
+def test_layer_of_another_model_is_prefetched_with_current_values(
+    plain_twins: PlainTwins, prefetches: str, evaluates: bool
+) -> None:
+    """torch fails if the other model has not run. After that, whether it reads old values depends on the device."""
+    fails_in_torch = prefetches == "forward" and not evaluates and not plain_twins.is_alone
+    plain_twins.deviate_to_unsharded(
+        trained_as_two_models,
+        prefetches=prefetches,
+        evaluates=evaluates,
+        may_agree=not fails_in_torch,
+    )

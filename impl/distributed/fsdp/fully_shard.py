@@ -242,7 +242,7 @@ class FSDPModule(_BaseForTypeCheckers):
     def reshard(self) -> None:
         """Free the parameters that `unshard` gathers, unless others compute with them. Collectives: none."""
         state = self._state
-        if not state.has_root or state.unit.phase not in FORWARDS:
+        if state.unit.phase not in FORWARDS:
             state.reshard_on_request()
         elif not self._keeps():
             state.unit.reshard(after_forward=True)
@@ -539,8 +539,9 @@ class FSDPModule(_BaseForTypeCheckers):
 
         First end a failed backward, in which modules have parameters that are not stepped.
         """
-        if self._state.has_root:
-            self._state.unit.root.handle_failed_backward()
+        root = self._state.unit.root_or_none
+        if root is not None:
+            root.handle_failed_backward()
         super().zero_grad(*args, **kwargs)
         unsharded = [group for group in self._groups(recurse=True) if group.is_shown]
         params = [param.sharded for group in unsharded for param in group.params]

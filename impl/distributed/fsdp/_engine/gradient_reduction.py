@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from impl.distributed.fsdp._engine.shared import RootContext
+from impl.distributed.fsdp._engine.interfaces import RootContext
 from impl.distributed.fsdp._engine.streams import StreamRole
 from impl.distributed.fsdp._engine.unit_params import UnitParams
 from impl.distributed.fsdp._params.param_group import ParamGroup

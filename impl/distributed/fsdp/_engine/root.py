@@ -97,7 +97,7 @@ class Root:
         for unit in units:
             if unit.root_or_none is not None:
                 unit.root_or_none.handle_failed_backward()
-            unit.root = self
+            unit.root_or_none = self
 
     @property
     def is_in_backward(self) -> bool:

@@ -6,9 +6,9 @@ replicas, concurrently with the next reduce-scatter.
 
 Writes that must happen before reads:
 
-- GATHER waits for COMPUTE when an outermost forward or summoning begins, when the user requests a gather between them,
-  and when the user has replaced a parameter's tensor, because an optimizer or the user may have written to the shards
-  by then. Before an outermost forward it waits for the user's event instead, if there is one. In a backward it waits
+- GATHER waits for COMPUTE when an outermost forward or summoning begins, when the user or another root requests a
+  gather between them, and when the user has replaced a parameter's tensor, because an optimizer or the user may have
+  written to the shards by then. Before an outermost forward it waits for the user's event instead, if there is one. In a backward it waits
   only if version counters say that shards were written to since they were gathered, so that the first gathers run
   concurrently with the end of the forward. A write to `.data` between a forward and its backward increments no
   counter. Gathers may miss it, like in torch.

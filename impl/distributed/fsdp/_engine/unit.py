@@ -26,8 +26,8 @@ from impl.distributed.fsdp._engine.graph_edges import (
     clone_outputs,
     hook_gradient_in_backward,
 )
+from impl.distributed.fsdp._engine.interfaces import SummonedParams
 from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Move, Phase, next_phase
-from impl.distributed.fsdp._engine.shared import SummonedParams
 from impl.distributed.fsdp._engine.unit_params import Group_co, UnitParams
 from impl.distributed.fsdp._params.autograd import (
     differentiable_levels,
@@ -240,7 +240,8 @@ class Unit(UnitParams[Group_co]):
 
     def _prefetch(self, unit: Unit[ParamGroup] | None) -> None:
         for prefetched in () if unit is None else (unit, *unit.param_owners):
-            if prefetched.phase is Phase.IDLE:
+            # The first forward of another model creates the root of its units.
+            if prefetched.phase is Phase.IDLE and prefetched.root_or_none is not None:
                 prefetched.prefetch()
 
     # Backward

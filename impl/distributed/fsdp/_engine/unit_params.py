@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from impl.distributed.fsdp._engine.interfaces import RootContext, SummonedParams
 from impl.distributed.fsdp._engine.optimizer_checks import note_sharding
 from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
-from impl.distributed.fsdp._engine.shared import RootContext, SummonedParams
 from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
 from impl.distributed.fsdp._params.config import UnitOptions
 from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gather, sharding_groups
@@ -47,9 +47,8 @@ class GatherState:
 class UnitParams(Generic[Group_co]):
     """Parameters of one module that are unsharded together, in one or several groups."""
 
-    root: RootContext  # set by the root
-
     def __init__(self, module: nn.Module, param_groups: Sequence[Group_co], options: UnitOptions) -> None:
+        self.root_or_none: RootContext | None = None  # set by the root
         self._module = weakref.ref(module)
         self.param_groups: Sequence[Group_co] = list(param_groups)
         self.options = options
@@ -65,6 +64,11 @@ class UnitParams(Generic[Group_co]):
         note_sharding()
         self.register_params()
         register_holder(self)
+
+    @property
+    def root(self) -> RootContext:
+        assert self.root_or_none is not None
+        return self.root_or_none
 
     @property
     def stepped(self) -> list[nn.Parameter]:
@@ -140,10 +144,6 @@ class UnitParams(Generic[Group_co]):
     def _held_of(by_group: Sequence[HeldGradients]) -> HeldGradients:
         return {(number, key): held[key] for number, held in enumerate(by_group) for key in held}
 
-    @property
-    def root_or_none(self) -> RootContext | None:
-        return getattr(self, "root", None)
-
     def _settle_gradients(self) -> None:
         """Undo a backward that raised, and make COMPUTE wait for gradients that the last one left to REDUCE."""
         root = self.root_or_none
@@ -174,8 +174,6 @@ class UnitParams(Generic[Group_co]):
         if not self.param_groups:
             return
         if not self.is_unsharded:
-            if self.root.is_idle():  # a running forward or backward has already waited
-                make_gather_wait_for_compute(self.root.streams)
             self.gather()
         if self._gathered is not None:
             self._gathered.is_kept_by_user = True
@@ -209,6 +207,7 @@ class UnitParams(Generic[Group_co]):
             if is_kept and not any(changed) and self._shards_are_as_gathered(gathered):
                 return
             self.reshard()
+        self._wait_if_idle()
         root.memory.admit(self)
         # Users exchange weights for an evaluation, often without a change of the version counters.
         reads_casts = root.is_in_backward or torch.is_grad_enabled()
@@ -218,6 +217,14 @@ class UnitParams(Generic[Group_co]):
         event = root.streams.record(StreamRole.GATHER)
         is_kept_by_user = gathered is not None and gathered.is_kept_by_user
         self._gathered = GatherState(dtypes, event, is_kept_by_user=is_kept_by_user)
+
+    def _wait_if_idle(self) -> None:
+        """Make GATHER wait for COMPUTE, unless this root runs a forward or backward, which has already waited.
+
+        Between them, the user or another root may gather the unit.
+        """
+        if self.root.is_idle():
+            make_gather_wait_for_compute(self.root.streams)
 
     def _wait_for_writes(self, dtypes: Sequence[torch.dtype]) -> None:
         """Make GATHER wait for COMPUTE if shards were written to since they were last gathered, in the forward.

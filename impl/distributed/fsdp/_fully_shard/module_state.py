@@ -63,9 +63,7 @@ class ModuleState:
         self.policy = policy
         self.device = device
         self.comm = CommContext()
-        self.is_root: bool | None = None  # not known until the first forward of the root
         self.param_owners: list[ModuleState] = []  # states of the unit's param_owners
-        self.has_root = False  # True for a temporary root of this unit, too
         self.settings = StepSettings()  # the root's, from the first forward on
         self._pending_modules: set[nn.Module] = set()  # modules left in a forward, for units of several
         # Only the root's state has one, after its first forward.
@@ -107,6 +105,11 @@ class ModuleState:
 
     def group_of(self, param: ShardedParam) -> DTensorGroup:
         return next(group for group in self.groups if param in group.params)
+
+    @property
+    def is_root(self) -> bool | None:
+        """Whether the root's own unit is this one. None until the first forward of the root."""
+        return self.own_root is not None if self._state_refs else None
 
     @property
     def outermost(self) -> nn.Module:
@@ -176,7 +179,7 @@ class ModuleState:
     def gather_on_request(self) -> None:
         """All-gather this unit and the units whose parameters it shares."""
         for state in (self, *self.param_owners):
-            state.ensure_shared()
+            state.ensure_root()
             state.unit.gather_on_request()
 
     def show_unsharded(self) -> None:
@@ -187,11 +190,10 @@ class ModuleState:
 
     # Root
 
-    def ensure_shared(self) -> None:
-        """Create a root for this unit only, before the first forward shows which unit is outermost."""
-        if not self.has_root:
+    def ensure_root(self) -> None:
+        """Create a root for this unit only, if the first forward has not shown yet which unit is outermost."""
+        if self.unit.root_or_none is None:
             self._check_groups()
-            self.has_root = True
             Root(self.unit, [self.unit], self.device, False, self.settings)
 
     def find_root(self) -> None:
@@ -229,12 +231,10 @@ class ModuleState:
             _check_owners_in_model(unit, units)
         for state in states:
             state._check_groups()
-        earlier = [state.unit.root.streams for state in states if state.has_root]
+        earlier = [state.unit.root.streams for state in states if state.unit.root_or_none is not None]
         state_refs = [weakref.ref(state) for state in states]
         # No state has a root until nothing can raise any more.
         for state in states:
-            state.is_root = state is self
-            state.has_root = True
             state.settings = self.settings
             state.comm = self.comm
             state._state_refs = state_refs
@@ -261,8 +261,8 @@ class ModuleState:
         """Unshard once for all of the unit's modules, and cast the inputs."""
         check_waited(self.comm)
         unit = self.unit
-        if self.has_root:
-            unit.root.handle_failed_backward()
+        if unit.root_or_none is not None:
+            unit.root_or_none.handle_failed_backward()
         self.find_root()
         if self.device.type != "cpu" and unit.root.is_root(unit) and unit.phase not in FORWARDS:
             args, kwargs = move_inputs(args, kwargs, self.device)

@@ -27,7 +27,7 @@ def _is_set_in_environment() -> bool:
 class UnitOptions:
     """Options of FullyShardedDataParallel that its units follow. The defaults are what `fully_shard` does."""
 
-    input_dtype: torch.dtype | None = None  # dtype of the floating-point inputs in a forward, None: their own
+    input_dtype: torch.dtype | None = None  # floating-point inputs of forwards are cast to it
     forward_prefetch: bool = False
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     full_precision_in_eval: bool = False

@@ -145,7 +145,7 @@ def test_reduce_scatter_does_not_wait_for_the_all_reduce_before(face: str) -> No
 WAITS = (
     ("gather", "_begin_iteration"),
     ("gather", "_wait_for_writes"),
-    ("gather", "gather_on_request"),
+    ("gather", "_wait_if_idle"),
     ("gather", "gather"),
     ("gather", "summoned"),
     ("gather", "_free"),
