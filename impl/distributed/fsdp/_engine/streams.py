@@ -8,10 +8,10 @@ Writes that must happen before reads:
 
 - GATHER waits for COMPUTE when an outermost forward or summoning begins, when the user or another root requests a
   gather between them, and when the user has replaced a parameter's tensor, because an optimizer or the user may have
-  written to the shards by then. Before an outermost forward it waits for the user's event instead, if there is one. In a backward it waits
-  only if version counters say that shards were written to since they were gathered, so that the first gathers run
-  concurrently with the end of the forward. A write to `.data` between a forward and its backward increments no
-  counter. Gathers may miss it, like in torch.
+  written to the shards by then. Before an outermost forward it waits for the user's event instead, if there is one. In
+  a backward it waits only if version counters say that shards were written to since they were gathered, so that the
+  first gathers run concurrently with the end of the forward. A write to `.data` between a forward and its backward
+  increments no counter. Gathers may miss it, like in torch.
 - COMPUTE waits for a unit's gather before it reads the unsharded buffer: in forward, in backward, and summoned.
 - REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them. ALL_REDUCE waits for REDUCE
   before it reads the shard that REDUCE scattered, and REDUCE waits for ALL_REDUCE at the end of backward.

@@ -76,18 +76,21 @@ def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: b
     is_shown_here = is_rank0 or not options.rank0_only
     keeps = is_shown_here and not options.offload_to_cpu
     summoned_handles = [_SummonedHandle(unit, handle, options) for handle in unit.param_groups]
-    with allow_saving():
-        for summoned_handle in summoned_handles:
-            summoned_handle.begin(is_shown_here)
-    if not keeps:
-        unit.root.memory.note_resharded(unit)
-    unit.begin_summoning(summoned_handles if is_shown_here else (), by_all=not options.rank0_only)
     try:
-        yield
+        with allow_saving():
+            for summoned_handle in summoned_handles:
+                summoned_handle.begin(is_shown_here)
+        if not keeps:
+            unit.root.memory.note_resharded(unit)
+        unit.begin_summoning(summoned_handles if is_shown_here else (), by_all=not options.rank0_only)
+        try:
+            yield
+        finally:
+            unit.end_summoning()
     finally:
-        unit.end_summoning()
-        for summoned_handle in summoned_handles if is_shown_here else ():
-            summoned_handle.end()
+        for summoned_handle in summoned_handles:
+            if summoned_handle.is_shown:
+                summoned_handle.end()
         unit.root.memory.note_resharded(unit)
         unit.root.wait_for_pinned_reads()
 
@@ -116,6 +119,10 @@ class _SummonedHandle:
         self._first_versions: list[_Version] = []
         self._shard_versions: list[int] = []  # `handle.versions` at the beginning
 
+    @property
+    def is_shown(self) -> bool:
+        return bool(self._views)
+
     @torch.inference_mode(False)  # inference tensors have no version
     @torch.no_grad()
     def begin(self, is_shown_here: bool) -> None:
@@ -131,10 +138,10 @@ class _SummonedHandle:
         self._shown_buffer = unsharded.flat
         if self._options.offload_to_cpu and handle.is_sharded:
             self._shown_buffer = torch.empty_like(unsharded.flat, device="cpu").copy_(unsharded.flat)
+        self._shard_versions = handle.versions
         self._views = handle.views_of(self._shown_buffer)
         handle.register_unsharded_params(self._views)
         self._first_versions = self._versions = self._versions_now()
-        self._shard_versions = handle.versions
         if grads is not None:
             self._set_unsharded_grads(grads)
             self._has_unsharded_grads = self._handle.is_sharded

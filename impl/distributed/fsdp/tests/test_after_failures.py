@@ -20,6 +20,8 @@ from conformance.ranks import Rank, RankPool
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from impl.distributed.fsdp._comm.desync.foreign_collective import foreign_collective
 from impl.distributed.fsdp._engine.phase import Phase
+from impl.distributed.fsdp._fsdp1 import summon
+from impl.distributed.fsdp._params.param_group import gather
 from impl.distributed.fsdp.tests.streamed import PLAIN, call, loss_of, model_of, world_of
 
 CPU = torch.device("cpu")
@@ -51,6 +53,36 @@ def raise_in_backward(model: Any) -> None:
     hook.remove()
     with pytest.raises(ValueError, match="raised in backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_forward_after_failed_summon_matches_fresh_model(
+    monkeypatch: pytest.MonkeyPatch, use_orig_params: bool
+) -> None:
+    """The gather of the unit's second flat parameter fails, when the first one is already registered."""
+
+    def two_dtypes() -> Any:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double())
+        module[0].register_forward_hook(lambda module, args, output: output.double())
+        return FullyShardedDataParallel(module, device_id=CPU, use_orig_params=use_orig_params)
+
+    def fail_for_double(handle: Any, dtype: torch.dtype, name: str) -> None:
+        if dtype is torch.float64:
+            raise torch.OutOfMemoryError("no memory for the second flat parameter")
+        gather(handle, dtype, name)
+
+    x = torch.ones(2, 3)
+    with world_of(1):
+        expected = two_dtypes()(x)
+        model = two_dtypes()
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(summon, "gather", fail_for_double)
+            with FullyShardedDataParallel.summon_full_params(model):
+                pass
+        assert torch.equal(model(x), expected)
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert [parameter.numel() for parameter in model.parameters()] == [12, 4, 8, 2]
 
 
 def test_step_after_failed_backward_matches_fresh_model() -> None:
