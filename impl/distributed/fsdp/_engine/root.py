@@ -115,12 +115,12 @@ class Root:
         """End a backward that raised. autograd has released its callback without calling it.
 
         On a device the caller continues before autograd's thread has released the callback. If the caller runs no
-        backward, the backward is over.
+        backward, the backward is over. On the CPU the callback is released first, and any thread may run the backward.
         """
         if self._ending is None:
             return
-        has_gone_on = threading.get_ident() == self._thread and not runs_backward()
-        if self._ending() is None or has_gone_on:
+        is_by_caller = self.streams.is_async and threading.get_ident() == self._thread
+        if self._ending() is None or (is_by_caller and not runs_backward()):
             self._ending = None
             for unit in self.units:
                 unit.abandon_backward()

@@ -76,9 +76,12 @@ def test_forward_after_failed_summon_matches_fresh_model(
     with world_of(1):
         expected = two_dtypes()(x)
         model = two_dtypes()
-        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        with monkeypatch.context() as patch:
             patch.setattr(summon, "gather", fail_for_double)
-            with FullyShardedDataParallel.summon_full_params(model):
+            with (
+                pytest.raises(torch.OutOfMemoryError),
+                FullyShardedDataParallel.summon_full_params(model),
+            ):
                 pass
         assert torch.equal(model(x), expected)
         with FullyShardedDataParallel.summon_full_params(model):
@@ -204,6 +207,34 @@ def test_summoning_on_other_thread_raises_and_keeps_backward() -> None:
     assert "during forward/backward" in str(refused[0])
     torch.testing.assert_close(actual, expected)
     assert len(actual) > 0
+
+
+def test_forward_thread_may_list_parameters_during_backward_of_another_thread() -> None:
+    """The running backward is not taken for one that has failed."""
+    with world_of(1):
+        expected = gradients_of_a_step(seeded_model())
+    in_backward, listed = threading.Event(), threading.Event()
+
+    def wait_for_list(_: Tensor) -> None:
+        in_backward.set()
+        listed.wait()
+
+    with world_of(1):
+        model = seeded_model()
+        hook = model.body.parts[0].register_forward_hook(
+            lambda _, __, out: out.register_hook(wait_for_list) and None
+        )
+        loss = loss_of(call(model, PLAIN, PLAIN.batch(0, 0)))
+        hook.remove()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        in_backward.wait()
+        names = [name for name, _ in model.named_parameters()]
+        listed.set()
+        thread.join()
+        actual = [p.grad for p in model.parameters() if p.grad is not None]
+    assert names
+    torch.testing.assert_close(actual, expected)
 
 
 def test_no_garbage_is_collected_while_another_threads_frames_are_walked() -> None:
