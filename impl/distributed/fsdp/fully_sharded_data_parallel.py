@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._comm.groups import HYBRID, effective_strategy, groups_for, process_groups_for
-from impl.distributed.fsdp._engine.clip import joint_norm, scale_grads
 from impl.distributed.fsdp._engine.phase import FORWARDS, SHOWN, Phase, TrainingState, not_idle
 from impl.distributed.fsdp._engine.root import Root
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fsdp1.buffers import Buffers
+from impl.distributed.fsdp._fsdp1.clip import joint_norm, scale_grads
 from impl.distributed.fsdp._fsdp1.contained import note_sharded_reads, watch_contained
 from impl.distributed.fsdp._fsdp1.private_names import PrivateNames
 from impl.distributed.fsdp._fsdp1.summon import FullParamsOptions, check, summoned

@@ -101,6 +101,7 @@ class Root:
 
     @property
     def is_in_backward(self) -> bool:
+        """Whether a backward runs. First end one that has failed, which autograd does not report."""
         self.handle_failed_backward()
         return self._ending is not None
 

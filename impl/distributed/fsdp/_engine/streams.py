@@ -18,6 +18,8 @@ Writes that must happen before reads:
 - COMPUTE waits for REDUCE at the end of backward, before `.grad` is published. With parameters on the CPU the host
   waits for COMPUTE too. After a backward that is not the last, REDUCE itself adds to `.grad`, in its own memory. If
   nothing is sharded it copies the buffer.
+- COMPUTE waits for REDUCE, too, when the user waits for gradients that a backward left open, and before a scaler takes
+  or returns the gradients of a microbatch.
 - The host waits for the reduction of a unit, and the copy of its gradients, before a receiver reads them. By then all
   gathers that read the unit's shards have ended, so that the receiver may write to the shards.
 
