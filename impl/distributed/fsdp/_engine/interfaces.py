@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,13 @@ from impl.distributed.fsdp._engine.streams import Streams
 from impl.distributed.fsdp._params.param_group import Unsharded
 
 
+class IterationEnd(Enum):
+    """Event that reduces the gradients that backwards left, and so ends the iteration."""
+
+    LAST_BACKWARD = "the backward after set_is_last_backward(True)"
+    USER = "finalize_backward()"
+
+
 class RootContext(Protocol):
     """Context that the units of one root share. `Root` implements it."""
 
@@ -20,7 +28,7 @@ class RootContext(Protocol):
     order: Order[Any]
 
     @property
-    def awaits_user(self) -> bool | None: ...
+    def awaited_end(self) -> IterationEnd | None: ...
     @property
     def is_in_backward(self) -> bool: ...
     @property

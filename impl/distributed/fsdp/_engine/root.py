@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from impl.distributed.fsdp._engine.interfaces import IterationEnd
 from impl.distributed.fsdp._engine.memory import Memory
 from impl.distributed.fsdp._engine.missed_backwards import check_gradients, note_backward, note_forward
 from impl.distributed.fsdp._engine.order import Order
@@ -82,8 +83,8 @@ class Root:
         self._forwards: list[Unit[ParamGroup]] = []  # units in a forward, the outermost one first
         self._thread = 0  # thread of the last forward, which also calls backward
         self._ending: weakref.ref[_EndOfBackward] | None = None  # alive while a backward runs
-        # Whether the user (True) or a last backward (False) ends the iteration. None if no backward is left open.
-        self.awaits_user: bool | None = None
+        # The event is None if no backward is left open.
+        self.awaited_end: IterationEnd | None = None
         groups = [group for unit in units for group in unit.param_groups]
         self._order_checkers = list(
             {
@@ -194,12 +195,12 @@ class Root:
             if settings.is_finalized_by_user:
                 unit.leave_backward_open()
             else:
-                unit.close_backward()
+                unit.complete_backward()
         self._show_gradients()
         if settings.is_finalized_by_user:
-            self.awaits_user = True
+            self.awaited_end = IterationEnd.USER
         else:
-            self.awaits_user = None if settings.is_last_backward else False
+            self.awaited_end = None if settings.is_last_backward else IterationEnd.LAST_BACKWARD
         self._end_pass()
 
     @outside_transforms
@@ -214,7 +215,7 @@ class Root:
         """Make COMPUTE wait for reductions that are under way, and end the iteration."""
         self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
         self.memory.forget_reduced()
-        self.awaits_user = None
+        self.awaited_end = None
         for unit in self.units:
             record_unsynchronized(unit.param_groups, unit.name)
 
@@ -243,8 +244,9 @@ class Root:
         )
 
     def _end_pass(self) -> None:
+        is_open = self.awaited_end is IterationEnd.USER
         for unit in self.units:
-            record_unsynchronized(unit.param_groups, unit.name, is_open=bool(self.awaits_user))
+            record_unsynchronized(unit.param_groups, unit.name, is_open=is_open)
         self.memory.free_resharded()
         self._ending = None
         if self.is_in_forward():

@@ -4,8 +4,11 @@ A unit is a state machine with the states of `Phase`. Forward: the parameters ar
 forward sees views of them. They are resharded unless they are kept for backward. Backward: a hook on the forward's
 outputs gathers them again. A hook on its inputs checks whether every view has its gradient, so that nothing in the
 graph will read the views again. Then the gradients are copied into one buffer and averaged, and this rank's shard
-becomes the parameters' `.grad`. The end of backward finishes what a graph leaves open: inputs that need no gradient,
-and unused parameters.
+becomes the parameters' `.grad`.
+
+At the end of the whole backward, `complete_backward` reduces what the graph left: units whose inputs need no gradient,
+and unused parameters. If the user finalizes backwards, `leave_backward_open` leaves that to `finalize_backward`. After
+a failure `abandon_backward` drops the gradients.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class Unit(UnitParams[Group_co]):
         self.param_owners: list[Unit[ParamGroup]] = []  # units whose parameters this unit's modules share
         self._sharers: list[Unit[ParamGroup]] = []
         self._depth = 0  # nested calls of the module in its own forward
-        self._first_node = 0  # first autograd node of the forward's graph
+        self._first_forward_node = 0  # first autograd node of the forward's graph
         self._backward = BackwardState()
         self._hooked_inputs = WeakTensorKeyDictionary()  # leaf inputs with a hook
 
@@ -115,9 +118,9 @@ class Unit(UnitParams[Group_co]):
             self._prefetch_for_forward()
             args, kwargs = self._cast_inputs(args, kwargs)
             if self.param_groups and torch.is_grad_enabled():
-                for tensor in self._backward.inputs.watch((args, kwargs), self.finish_if_complete):
+                for tensor in self._backward.inputs.watch((args, kwargs), self.reduce_if_complete):
                     self._hook_gradients_of(tensor)
-            self._first_node = next_node()
+            self._first_forward_node = next_node()
             return args, kwargs
 
     def after_forward(self, outputs: object) -> Any:
@@ -135,7 +138,9 @@ class Unit(UnitParams[Group_co]):
         with span("FSDP::post_forward", self.name):
             self.root.exit_forward(self)
             self._move(Move.END_FORWARD)
-            entries = backward_entries(outputs, held, self._first_node) if torch.is_grad_enabled() else []
+            entries = (
+                backward_entries(outputs, held, self._first_forward_node) if torch.is_grad_enabled() else []
+            )
             for output in entries:
                 output.register_hook(self.before_backward)
             self._backward.is_awaited |= bool(entries)
@@ -306,8 +311,8 @@ class Unit(UnitParams[Group_co]):
         self.before_backward(gradient)
         self._backward.is_differentiated = True
 
-    def finish_if_complete(self, is_leaf: bool) -> None:
-        """Finish the backward if no remaining graph node reads the unsharded views.
+    def reduce_if_complete(self, is_leaf: bool) -> None:
+        """Reduce and reshard if no remaining graph node reads the unsharded views.
 
         Called when an input gets its gradient, with whether the input is a leaf.
         """
@@ -319,12 +324,12 @@ class Unit(UnitParams[Group_co]):
         if is_leaf and state.has_recorded_nodes and not state.inputs.are_complete:
             return
         if gradients_are_complete(self.param_groups, self._in_graph, state.inputs.are_complete):
-            self.finish_backward()
+            self.reduce_and_reshard()
         elif state.inputs.are_complete:
             record_unreduced(self.param_groups, self._in_graph, self.name)
 
     @outside_transforms
-    def finish_backward(self) -> None:
+    def reduce_and_reshard(self) -> None:
         """Reduce the gradients and reshard the parameters. A second call reduces the gradients that arrived since."""
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
@@ -360,11 +365,11 @@ class Unit(UnitParams[Group_co]):
 
     # End of backward
 
-    def close_backward(self) -> None:
-        """Finish this unit's backward if the autograd graph did not."""
+    def complete_backward(self) -> None:
+        """Reduce and reshard what the autograd graph did not, at the end of the whole backward."""
         self._backward.is_awaited = False  # a unit that ran twice in a row is not prefetched for itself
         if self.phase in BACKWARDS or self.has_gradients():
-            self.finish_backward()
+            self.reduce_and_reshard()
         elif self.is_prefetched or self._is_freed_in_backward():
             self.reshard()  # prefetched, but not needed
         for group in self.param_groups:
@@ -378,7 +383,7 @@ class Unit(UnitParams[Group_co]):
         state, is_in_backward = self._backward, self.phase in BACKWARDS
         synchronises = all(group.syncs for group in self.param_groups)
         if not synchronises or (is_in_backward and state.inputs.have_come):
-            self.close_backward()
+            self.complete_backward()
             return
         was_reduced = state.has_begun and not is_in_backward
         self.awaits_reduction = self.has_gradients() or not was_reduced
@@ -402,7 +407,7 @@ class Unit(UnitParams[Group_co]):
     def finalize_backward(self) -> None:
         """Reduce the gradients that backwards left, and reshard."""
         if self.awaits_reduction:
-            self.close_backward()
+            self.complete_backward()
         elif self._is_freed_in_backward():
             self.reshard()
 

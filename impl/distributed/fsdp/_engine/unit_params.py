@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._engine.interfaces import RootContext, SummonedParams
+from impl.distributed.fsdp._engine.interfaces import IterationEnd, RootContext, SummonedParams
 from impl.distributed.fsdp._engine.optimizer_checks import note_sharding
 from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
@@ -103,7 +103,7 @@ class UnitParams(Generic[Group_co]):
         for group in self.param_groups:
             if group.reduction.partial is not None or (group.syncs and group.reduction.defers_all_reduce):
                 raise _no_partial_sums()
-        if self.root_or_none is not None and self.root_or_none.awaits_user:
+        if self.root_or_none is not None and self.root_or_none.awaited_end is IterationEnd.USER:
             raise NotImplementedError(
                 "microbatch() does not support set_manual_backward_finalization(True); let backward reduce the "
                 "gradients"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from impl.distributed.fsdp._engine.interfaces import IterationEnd
 from impl.distributed.fsdp._engine.root import Root
 from impl.distributed.fsdp._fully_shard.module_state import ModuleState
 from impl.distributed.fsdp._fully_shard.reduction_handle import (
@@ -18,7 +19,8 @@ def set_manual_finalization(state: ModuleState, enabled: bool) -> None:
     if enabled != state.settings.is_finalized_by_user and runs_backward():
         raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
     root = state.own_root
-    if root is not None and root.awaits_user not in (None, enabled):
+    end = IterationEnd.USER if enabled else IterationEnd.LAST_BACKWARD
+    if root is not None and root.awaited_end not in (None, end):
         raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
     state.settings.is_finalized_by_user = enabled
 
