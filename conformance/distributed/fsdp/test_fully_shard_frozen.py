@@ -167,3 +167,32 @@ def test_unit_stays_unsharded_for_blocks_frozen_after_forward(
 ) -> None:
     plain_twins.agree(frozen_before_backward_with_leaf, reshards=reshards)
     plain_twins.agree_with_unsharded(frozen_before_backward_with_leaf, reshards=reshards)
+
+
+class _Prompted(nn.Module):
+    """Frozen layers that compute from their input and from a trained tensor in an attribute."""
+
+    def __init__(self, prompt: torch.Tensor) -> None:
+        super().__init__()
+        self.layers = blocks(2).requires_grad_(False)
+        self.prompt = (prompt,)  # no parameter of the module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        prompted = self.layers(self.prompt[0].sin())
+        return self.layers[0](x).tanh() + prompted  # backward reaches `x` before the prompt
+
+
+def gradients_of_inputs(scene: Scene) -> list[torch.Tensor]:
+    """Return the gradients of a leaf input, and of a tensor that the frozen unit reads from an attribute."""
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64, device=scene.rank.device).view(4, 6).requires_grad_()
+    prompt = torch.ones_like(x).requires_grad_()
+    model = scene.shard_children(nn.Sequential(_Prompted(prompt), *blocks(1)).to(scene.rank.device))
+    model(x).square().mean().backward()
+    assert x.grad is not None
+    assert prompt.grad is not None
+    return [x.grad, prompt.grad]
+
+
+@clause("distributed.fsdp.fully_shard.frozen_units")
+def test_frozen_unit_with_leaf_input_reads_trained_attribute(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(gradients_of_inputs)

@@ -323,7 +323,10 @@ class Unit(UnitParams[Group_co]):
         # only gradients of a backward inside this backward.
         if is_leaf and state.has_recorded_nodes and not state.inputs.are_complete:
             return
-        if gradients_are_complete(self.param_groups, self._in_graph, state.inputs.are_complete):
+        # A node that reads a frozen view may lead to a tensor that is no input, for example in an attribute.
+        may_be_read = is_leaf and any(unsharded.has_frozen for unsharded in self._in_graph)
+        inputs_are_complete = state.inputs.are_complete
+        if not may_be_read and gradients_are_complete(self.param_groups, self._in_graph, inputs_are_complete):
             self.reduce_and_reshard()
         elif state.inputs.are_complete:
             record_unreduced(self.param_groups, self._in_graph, self.name)
