@@ -37,9 +37,9 @@ class Parameters:
     def memory(self) -> UpdateMemory:
         return UpdateMemory(self.params, self.states, self.low_precision_params, self.steps)
 
-    def changed_address(self) -> bool:
-        """Return whether the address of a tensor has changed since the last call."""
-        return self.memory.changed_address()
+    def refresh_addresses(self) -> bool:
+        """Look up the addresses. Return whether one has changed since the last call."""
+        return self.memory.refresh_addresses()
 
     def written(self) -> list[Tensor]:
         return [*chain(self.params, *self.states, self.low_precision_params)]

@@ -73,7 +73,7 @@ def known_update_table(memory: UpdateMemory, grads: TensorList) -> ChunkTable | 
     """Return the same table without a query to any tensor. None also if a gradient has no memory.
 
     Args:
-        memory: the tensors to update, whose addresses have not changed since `changed_address` was called.
+        memory: the tensors to update, whose addresses have not changed since `refresh_addresses` was called.
         grads: gradients with a known layout, each with that of its parameter.
     Sync: as `update_table`.
     """

@@ -59,7 +59,7 @@ def fused_step_(
         grads: one for each parameter, of its shape and any floating-point dtype. They are not changed. For parameters
             in f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype. If
             their layout is known, it is that of their parameters, whose addresses have not changed since
-            `changed_address` was called.
+            `refresh_addresses` was called.
         factor: f32 or f64, 0-dim, on the parameters' device.
         found_inf: f32, 0-dim, on the same device. If it is 1.0, nothing is changed. None means that it is known to be
             0.0.

@@ -35,12 +35,12 @@ class Counters:
 
     def unpack_if_moved(self) -> None:
         """Stop using the buffer, until the next `pack`, if a counter is no longer in it."""
-        if self.changed_address():
+        if self.refresh_addresses():
             self.flat = self._addresses = None
 
-    def changed_address(self) -> bool:
-        """Return whether a counter got other memory, by `.data` or `set_`, since the last call."""
-        return self._addresses is not None and self._addresses.changed_address()
+    def refresh_addresses(self) -> bool:
+        """Look up the addresses. Return whether one has changed since the last call, by `.data` or `set_`."""
+        return self._addresses is not None and self._addresses.refresh()
 
     def advance(self, taken: Tensor | None = None) -> None:
         """Add 1, or `taken`: f32, 0-dim, on the counters' device, 0 if the step that follows is skipped."""

@@ -40,7 +40,7 @@ class _Entry(NamedTuple):
         return (
             self.addresses is not None
             and self.members == [bucket for _, bucket in members]
-            and not self.addresses.changed_address()
+            and not self.addresses.refresh()
             and not self.bucket.has_moved_counters()
         )
 

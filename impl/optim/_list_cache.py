@@ -105,7 +105,7 @@ class Bucket:
 
     def has_moved_counters(self) -> bool:
         """Return whether a counter got other memory since `counters` was last used."""
-        return self._counters is not None and self._counters.changed_address()
+        return self._counters is not None and self._counters.refresh_addresses()
 
     def take(self, grads: list[Tensor]) -> None:
         """Store the gradients of this bucket, out of those of the group."""

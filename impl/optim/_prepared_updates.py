@@ -27,7 +27,7 @@ class Prepared:
 
     @classmethod
     def of(cls, parameters: Parameters, grads: list[Tensor]) -> Prepared:
-        parameters.changed_address()  # starts tracking their addresses
+        parameters.refresh_addresses()  # starts tracking their addresses
         copies = tensor_guards([*parameters.low_precision_params], with_shapes=True, with_strides=True)
         return cls(parameters, _matching_layout(parameters, grads), copies)
 
@@ -37,7 +37,7 @@ class Prepared:
             len(copies) == len(self.parameters.low_precision_params)
             and same(copies, self.parameters.low_precision_params)
             and self.low_precision_params.check(*copies)
-            and not self.parameters.changed_address()
+            and not self.parameters.refresh_addresses()
         )
         return (self.parameters, bucket.grads) if is_valid else None
 

@@ -81,19 +81,19 @@ class UpdateMemory:
         """Dtype of all states, or of the parameters if there are no states."""
         return (self._states[0] if self._states else self.params)[0].dtype
 
-    def changed_address(self) -> bool:
-        """Return whether an address has changed since the last call. The first call returns True."""
+    def refresh_addresses(self) -> bool:
+        """Look up the addresses. Return whether one has changed since the last call. The first call returns True."""
         if self._addresses is None:
             self._addresses = Addresses(chain.from_iterable(self._lists))
-        elif not self._addresses.changed_address():
+        elif not self._addresses.refresh():
             return False
         self._is_known = False
         return True
 
     def columns(self) -> tuple[list[bytes], bytes]:
-        """Return the addresses of each list and of the counters at the last call of `changed_address`."""
+        """Return the addresses of each list and of the counters at the last call of `refresh_addresses`."""
         if self._addresses is None:
-            self.changed_address()
+            self.refresh_addresses()
         assert self._addresses is not None
         numbers, count = self._addresses.column.numbers, len(self.params)
         starts = range(0, count * len(self.lists), count)
@@ -102,9 +102,9 @@ class UpdateMemory:
         ].tobytes()
 
     def places(self) -> _Places | None:
-        """Return the addresses at the last `changed_address`, or None if the library does not support the tensors."""
+        """Return the addresses at the last `refresh_addresses`, or None if the library does not support the tensors."""
         if not self._is_known:
-            self.changed_address()
+            self.refresh_addresses()
             self._places = self._find_places() if self._has_known_dtypes() else None
             self._is_known = True
         return self._places
@@ -117,7 +117,7 @@ class UpdateMemory:
 
     def reuse(self, known: KnownPlaces) -> None:
         """Take over places of other tensors, with the same dtypes, shapes and strides, if the addresses are equal."""
-        self.changed_address()
+        self.refresh_addresses()
         assert self._addresses is not None
         if self._addresses.column.numbers == known.addresses:
             self._places, self._is_known = known.places, True
@@ -198,14 +198,14 @@ def fused_step(  # noqa: PLR0913  the optional argument is of one caller
 
     Args:
         grads: if their layout is known, it is that of the parameters, and the addresses of `memory` have not changed
-            since its `changed_address` was called.
+            since its `refresh_addresses` was called.
 
     Returns:
         False, without a change, if the library does not support the tensors.
     Sync: none, unless the learning rate or factor is on another device.
     """
     if grads.layout is None:
-        memory.changed_address()
+        memory.refresh_addresses()
     places = memory.places()
     if places is None:
         return False

@@ -6,7 +6,7 @@ tensor first. With torch 2.13 on an AMD EPYC core, 150 and 1,000 tensors take, i
 | | 150 | 1,000 |
 |---|---|---|
 | `Addresses(tensors)` | 4.5 | 15 |
-| `addresses.changed_address()` | 2.6 | 10 |
+| `addresses.refresh()` | 2.6 | 10 |
 | `[tensor.data_ptr() for tensor in tensors]` | 15 | 93 |
 
 That is the fastest of 3,000 calls of each, timed in turn by `time.perf_counter`. A `clip_grad_norm_` of 150 small
@@ -46,13 +46,13 @@ class Addresses:
         self._tensors = tuple(tensors)
         self._objects = id(self._tensors) + tuple.__basicsize__  # address of the tuple's items
         self.column = Column(bytes(Column.ITEM * len(self._tensors)))
-        self.changed_address()
+        self.refresh()
 
     def __reduce__(self) -> tuple[type[Addresses], tuple[tuple[Tensor, ...]]]:
         return Addresses, (self._tensors,)
 
-    def changed_address(self) -> bool:
-        """Return whether an address has changed since the last call, and update `column`."""
+    def refresh(self) -> bool:
+        """Update `column`. Return whether an address has changed since the last call."""
         look_up = _native_lookup()
         result = -1 if look_up is None else look_up(len(self._tensors), self._objects, self.column.address)
         if result >= 0:

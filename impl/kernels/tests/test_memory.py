@@ -50,7 +50,7 @@ def test_addresses_equal_data_ptr(way: str) -> None:
     for listed in (tensors(), [], tensors()[:1], [torch.zeros(2).as_subclass(Subclass), *tensors()]):
         addresses = Addresses(listed)
         assert list(addresses.column.numbers) == [t.data_ptr() for t in listed]
-        assert not addresses.changed_address()
+        assert not addresses.refresh()
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
@@ -70,9 +70,9 @@ def test_moved_tensor_is_reported_once(way: str, change: str, place: int, last: 
     listed = [*(torch.zeros(5) for _ in range(20)), torch.zeros(5).as_subclass(last)]
     addresses = Addresses(listed)
     CHANGES[change](listed[place])
-    assert addresses.changed_address()
+    assert addresses.refresh()
     assert list(addresses.column.numbers) == [t.data_ptr() for t in listed]
-    assert not addresses.changed_address()
+    assert not addresses.refresh()
 
 
 def test_addresses_keep_tensors_alive_and_ignore_list_changes(way: str) -> None:
@@ -82,7 +82,7 @@ def test_addresses_keep_tensors_alive_and_ignore_list_changes(way: str) -> None:
     listed.clear()
     gc.collect()
     torch.ones(1000)
-    assert not addresses.changed_address()
+    assert not addresses.refresh()
     assert list(addresses.column.numbers) == expected
 
 
@@ -92,7 +92,7 @@ def test_deepcopy_has_addresses_of_copied_tensors(way: str) -> None:
     del listed
     gc.collect()
     assert list(pair[1].column.numbers) == [t.data_ptr() for t in pair[0]]
-    assert not pair[1].changed_address()
+    assert not pair[1].refresh()
 
 
 def test_concat_of_matching_layouts_keeps_layout() -> None:

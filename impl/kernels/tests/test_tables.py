@@ -153,7 +153,7 @@ def known() -> _Known:
     dtypes = (torch.float32, torch.float32, torch.float32, torch.bfloat16)
     lists = [[torch.zeros(size, dtype=dtype) for size in (5, CHUNK + 1)] for dtype in dtypes]
     parameters = Parameters(lists[0], [lists[2]], [torch.zeros(()), torch.zeros(())], lists[3])
-    parameters.changed_address()
+    parameters.refresh_addresses()
     return _Known(parameters, lists)
 
 
@@ -172,7 +172,7 @@ def test_known_lists_get_another_table_when_memory_moves(known: _Known, place: i
     moved = known.parameters.steps if place == "steps" else known.lists[int(place)]
     old = moved[1].data
     moved[1].data = old.clone()
-    assert known.parameters.changed_address() is (place != 1)
+    assert known.parameters.refresh_addresses() is (place != 1)
     after, expected = known.table_for(known.lists[1]), update_table(known.lists, known.parameters.steps)
     assert before is not None
     assert after is not None
