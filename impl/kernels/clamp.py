@@ -24,6 +24,7 @@ def clamp_(tensors: TensorList, low: float, high: float) -> None:
 
     Sync: none. Collectives: none.
     """
+    # The condition of "cpu_blocked" in `dispatch_for`, without its set of dtypes, which slows small lists.
     if (
         tensors.tensors[0].is_cpu
         and requested_backend() in ("auto", "cpu_blocked", "native")

@@ -106,7 +106,7 @@ class Update:
         """
         factor = to_device(factor, self.bucket.device)
         found_inf = None if found_inf is None else to_device(found_inf, self.bucket.device)
-        if found_inf is not None and found_inf.is_cpu and flag_if_free_to_read(found_inf) is not None:
+        if found_inf is not None and flag_if_free_to_read(found_inf) is not None:
             # The host has waited for the flag.
             if found_inf:
                 return None
