@@ -29,18 +29,16 @@ _kept: dict[tuple[int, torch.dtype], _KeptLayout] = {}
 _lock = Lock()
 
 
-def tensor_guards(
-    tensors: list[Tensor], with_shapes: bool = False, with_strides: bool = False
-) -> TensorGuards:
+def tensor_guards(tensors: list[Tensor], *, with_layouts: bool = True) -> TensorGuards:
     """Return guards on type, device, dtype and layout of these tensors, and on their autograd keys.
 
-    Strides are only guarded for strided tensors. The guards reject a list that holds a tensor twice. Neither these
-    tensors nor those that are checked may be nested (see `_CHECKED_TENSORS`).
+    Guards `with_layouts` include shapes, and the strides of strided tensors. The guards reject a list that holds a
+    tensor twice. Neither these tensors nor those that are checked may be nested (see `_CHECKED_TENSORS`).
     """
     free: list[Any] = [[None] * tensor.dim() for tensor in tensors]
-    shapes: list[Any] = [list(tensor.shape) for tensor in tensors] if with_shapes else free
+    shapes: list[Any] = [list(tensor.shape) for tensor in tensors] if with_layouts else free
     strides: list[Any] = [
-        list(tensor.stride()) if with_strides and tensor.layout is torch.strided else none
+        list(tensor.stride()) if with_layouts and tensor.layout is torch.strided else none
         for tensor, none in zip(tensors, free, strict=True)
     ]
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
@@ -75,7 +73,7 @@ def keep_layout(tensors: list[Tensor]) -> ListLayout | None:
     layout = list_layout(tensors)
     if layout is None or not _can_guard():
         return layout
-    cached = _KeptLayout(tensor_guards(tensors, with_shapes=True, with_strides=True), layout)
+    cached = _KeptLayout(tensor_guards(tensors), layout)
     with _lock:
         _kept.pop(key := (len(tensors), tensors[0].dtype), None)
         _kept[key] = cached

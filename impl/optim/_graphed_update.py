@@ -231,7 +231,7 @@ class GraphedUpdate:
 
     def _capture(self, group: dict[str, Any], settings: GraphedSettings) -> None:
         assert self._graphs is not None
-        self._guards = tensor_guards([*self._bucket.tensors()], with_shapes=True, with_strides=True)
+        self._guards = tensor_guards([*self._bucket.tensors()])
         self._graph = capture_graph(self._graphs, lambda: self._work(group, settings))
         self._backoff.has_captured()
 

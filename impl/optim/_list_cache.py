@@ -159,7 +159,7 @@ class GroupLists:
             self._guarded = [param for param in self.params if by_dtype or not param.is_cpu]
         guarded = [*self._guarded, *self.grads]
         # Guards end the process if they reach a nested tensor. A gradient is nested if and only if its parameter is.
-        self._guards = None if has_nested(guarded) else tensor_guards(guarded, with_layouts, with_layouts)
+        self._guards = None if has_nested(guarded) else tensor_guards(guarded, with_layouts=with_layouts)
         self.buckets = [
             Bucket(names, self.lists, places) for places in indices_by_device_and_dtype(self.params)
         ]

@@ -28,7 +28,7 @@ class Prepared:
     @classmethod
     def of(cls, parameters: Parameters, grads: list[Tensor]) -> Prepared:
         parameters.refresh_addresses()  # starts tracking their addresses
-        copies = tensor_guards([*parameters.low_precision_params], with_shapes=True, with_strides=True)
+        copies = tensor_guards([*parameters.low_precision_params])
         return cls(parameters, _matching_layout(parameters, grads), copies)
 
     def current(self, bucket: Bucket, copies: list[Tensor]) -> tuple[Parameters, list[Tensor]] | None:
@@ -67,7 +67,7 @@ class PreparedShards:
         local_tensors = [*parameters.params, *chain.from_iterable(parameters.states), *grads]
         return cls(
             _placements_of(bucket),
-            tensor_guards(local_tensors, with_shapes=True, with_strides=True),
+            tensor_guards(local_tensors),
             _matching_layout(parameters, grads),
             states,
             parameters,

@@ -71,7 +71,7 @@ FAULTS["what came of a graph is forgotten with the lists"] = replaced(
 FAULTS["scaling of another kind is not noticed"] = blind_to("scaling")
 FAULTS["another stream is not noticed"] = blind_to("stream")
 FAULTS["strides are not noticed"] = replaced(
-    _graphed_update, "tensor_guards", lambda real: lambda tensors, **_: real(tensors)
+    _graphed_update, "tensor_guards", lambda real: lambda tensors: real(tensors, with_layouts=False)
 )
 FAULTS["it is captured in the current stream"] = replaced(
     AcceleratorGraphs, "side_stream", lambda real: AcceleratorGraphs.current_stream
