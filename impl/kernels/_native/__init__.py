@@ -22,11 +22,11 @@ import torch
 from impl.kernels.rules import FLAGS, INTERFACE, NUMBERS
 
 # These constants are those of lists.h.
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NATIVE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STATES = 3
 # A thread takes a chunk of elements at a time. Chunks of long lists are longer, because memory is faster if it is read
 # in long runs, but so many are left, for many threads and for some that are slower.
-CHUNK, _LONG_CHUNK = 1 << 14, 1 << 18
+SHORT_CHUNK, _LONG_CHUNK = 1 << 14, 1 << 18
 _CHUNKS = 128
 # Up to this number of elements, more threads cost more than they save.
 _FEW = 1 << 15
@@ -88,7 +88,7 @@ def chunk_power(total: int) -> int:
 
     It depends on the list alone, so that sums in the order of the chunks do not depend on the threads.
     """
-    chunk = CHUNK
+    chunk = SHORT_CHUNK
     while chunk < _LONG_CHUNK and total // (2 * chunk) >= _CHUNKS:
         chunk *= 2
     return chunk.bit_length() - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import byref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from impl.kernels._native import CODES, STATES, Column, List, NativeLibrary, NativeUpdate, Settings
+from impl.kernels._native import NATIVE_CODES, STATES, Column, List, NativeLibrary, NativeUpdate, Settings
 from impl.kernels._native.memory import Addresses, TensorList, Tensors, memory_of
 from impl.kernels._native.norm import ChunkSquares
 from impl.kernels._storage_order import match_layout
@@ -23,9 +23,9 @@ from impl.kernels.rules import FLAGS, NARROW_STATES, NUMBERS, Rule
 _SETTINGS = frozenset((*NUMBERS, *FLAGS)) - {"lr"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Places:
-    """Addresses of the tensors that an update writes, and of its step counters."""
+    """Addresses of the tensors that an update writes, and of its step counters. Only `checked` is assigned later."""
 
     numels: Column
     params: Column
@@ -34,16 +34,17 @@ class _Places:
     steps: Column | None
     starts: frozenset[int]  # addresses of all written tensors
     are_contiguous: bool
-    _checked: list[Column]  # addresses of the last gradients that passed the check
+    # Addresses of the last gradients that passed the check.
+    checked: Column = field(default_factory=lambda: Column(()))
 
     def are_disjoint_from(self, grads: Tensors) -> bool:
         """Return whether the gradients have the sizes of the parameters, and no address of a written tensor."""
         if grads.layout.numels.numbers != self.numels.numbers:
             return False
-        if self._checked[0].numbers != grads.addresses.numbers:
+        if self.checked.numbers != grads.addresses.numbers:
             if not self.starts.isdisjoint(grads.addresses.numbers):
                 return False
-            self._checked[0] = grads.addresses
+            self.checked = grads.addresses
         return True
 
 
@@ -125,11 +126,11 @@ class UpdateMemory:
     def _has_known_dtypes(self) -> bool:
         own, stored = self.params[0].dtype, self.state_dtype
         return (
-            own in CODES
+            own in NATIVE_CODES
             and (stored is own or (stored is NARROW_STATES and own is torch.float32))
             and all(tensor.dtype is stored for state in self._states for tensor in state)
             and len(copy_dtypes := {copy.dtype for copy in self.low_precision_params}) <= 1
-            and copy_dtypes <= CODES.keys()
+            and copy_dtypes <= NATIVE_CODES.keys()
             and all(step.dtype is torch.float32 for step in self.steps)
             and all(tensor.is_cpu for tensors in self._lists for tensor in tensors)
         )
@@ -156,7 +157,6 @@ class UpdateMemory:
             Column([step.data_ptr() for step in self.steps]) if self.steps else None,
             frozenset(address for address, tensor in zip(addresses, written, strict=True) if tensor.numel()),
             all(map(Tensor.is_contiguous, self.params)),
-            [Column(())],
         )
 
 
@@ -214,11 +214,11 @@ def fused_step(  # noqa: PLR0913  the optional argument is of one caller
     read = grads.memory
     if read is None or not places.are_disjoint_from(read):
         return False
-    own, stored = CODES[memory.params[0].dtype], CODES[memory.state_dtype]
+    own, stored = NATIVE_CODES[memory.params[0].dtype], NATIVE_CODES[memory.state_dtype]
     states = (List * STATES)(*[List(column.address, stored) for column in places.states])
     copies = List()
     if places.low_precision_params is not None:
-        copies = List(places.low_precision_params.address, CODES[memory.low_precision_params[0].dtype])
+        copies = List(places.low_precision_params.address, NATIVE_CODES[memory.low_precision_params[0].dtype])
     update = NativeUpdate(
         _settings_of(rule),
         float(factor),

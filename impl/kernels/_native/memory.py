@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._dynamo import guards  # does not import Dynamo
 
 from impl.kernels._lists import PLAIN_TYPES, are_on, dtypes_of, has_nested
-from impl.kernels._native import CODES, Column, List, library
+from impl.kernels._native import NATIVE_CODES, Column, List, library
 from impl.kernels._storage_order import are_dense
 
 # Size of a CPython object that begins like the C code expects: with a reference count, then its type.
@@ -140,7 +140,7 @@ def list_layout(tensors: Sequence[Tensor]) -> ListLayout | None:
 
 
 def _query_layout(tensors: Sequence[Tensor]) -> ListLayout | None:
-    code = CODES.get(tensors[0].dtype)
+    code = NATIVE_CODES.get(tensors[0].dtype)
     if code is None or len(dtypes_of(tensors)) > 1 or has_nested(tensors) or not _are_dense(tensors):
         return None
     return ListLayout(Column(map(Tensor.numel, tensors)), code)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import swap_tensors
 
 from impl.kernels import Addresses, TensorList, concat, list_layout
-from impl.kernels._native import CODES, memory
+from impl.kernels._native import NATIVE_CODES, memory
 from impl.kernels.tests.native import the_library
 
 
@@ -101,7 +101,7 @@ def test_concat_of_matching_layouts_keeps_layout() -> None:
     assert whole.layout is not None
     assert all(map(is_, whole.tensors, [*first, *second]))
     assert list(whole.layout.numels.numbers) == [3, 6, 4]
-    assert whole.layout.code == CODES[torch.float32]
+    assert whole.layout.code == NATIVE_CODES[torch.float32]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 from conformance.judge.sandbox.global_state import default_dtype
 from impl import kernels
 from impl.kernels import AdamRule, Parameters, SGDRule, TensorList, _dispatch, _native, fused_step
-from impl.kernels._native import CHUNK, CODES
+from impl.kernels._native import NATIVE_CODES, SHORT_CHUNK
 from impl.kernels._native.norm import sum_of_squares
 from impl.kernels.tests.calls import Spec, assert_same_bits, build, every_pattern_of_bits
 from impl.kernels.tests.native import the_library
@@ -28,8 +28,8 @@ ADAMW = AdamRule(0.01, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, dec
 specs = st.lists(
     st.builds(
         Spec,
-        numel=st.sampled_from([0, 1, 15, 16, 17, 511, 513, CHUNK - 1, CHUNK, CHUNK + 1]),
-        dtype=st.shared(st.sampled_from(list(CODES)), key="dtype"),
+        numel=st.sampled_from([0, 1, 15, 16, 17, 511, 513, SHORT_CHUNK - 1, SHORT_CHUNK, SHORT_CHUNK + 1]),
+        dtype=st.shared(st.sampled_from(list(NATIVE_CODES)), key="dtype"),
         layout=st.sampled_from(["contiguous", "misaligned", "transposed"]),
         seed=st.integers(0, 99),
     ),
@@ -57,26 +57,28 @@ def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
     assert sum_of_squares(library, TensorList(tensors)) == actual
 
 
-@pytest.mark.parametrize("dtype", list(CODES), ids=str)
+@pytest.mark.parametrize("dtype", list(NATIVE_CODES), ids=str)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, CHUNK + 16])
+@pytest.mark.parametrize("place", [0, SHORT_CHUNK - 1, SHORT_CHUNK, SHORT_CHUNK + 16])
 def test_single_nonfinite_element_is_found(
     library: _native.NativeLibrary, dtype: torch.dtype, bad: float, place: int
 ) -> None:
-    tensor = torch.zeros(CHUNK + 17, dtype=dtype)
+    tensor = torch.zeros(SHORT_CHUNK + 17, dtype=dtype)
     tensor[place] = bad
     assert not math.isfinite(sum_of_squares(library, TensorList([torch.zeros(3, dtype=dtype), tensor])))
-    largest = torch.full((CHUNK + 17,), torch.finfo(dtype).max, dtype=dtype)
+    largest = torch.full((SHORT_CHUNK + 17,), torch.finfo(dtype).max, dtype=dtype)
     assert math.isfinite(sum_of_squares(library, TensorList([largest])))
 
 
-LONG = 1 << 22  # elements, of which threads take more than CHUNK at a time
+LONG = 1 << 22  # elements, so that threads take longer chunks
 
 
-@pytest.mark.parametrize("dtype", list(CODES), ids=str)
+@pytest.mark.parametrize("dtype", list(NATIVE_CODES), ids=str)
 def test_lists_so_long_that_chunks_are_longer(library: _native.NativeLibrary, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(numel, generator=draw).to(dtype) for numel in (3, LONG + 5, 0, 3 * CHUNK + 1)]
+    tensors = [
+        torch.randn(numel, generator=draw).to(dtype) for numel in (3, LONG + 5, 0, 3 * SHORT_CHUNK + 1)
+    ]
     want = [(tensor.float() * 0.7).to(dtype).clamp(-1.0, 0.5) for tensor in tensors]
     squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
     assert sum_of_squares(library, TensorList(tensors)) == pytest.approx(squares, rel=1e-13, abs=0.0)
@@ -96,7 +98,7 @@ def updated(threads: int, longest: int) -> list[Tensor]:
     try:
         draw = torch.Generator().manual_seed(0)
         params, grads, means, squares = (
-            [torch.rand(numel, generator=draw) for numel in (5, longest, 0, CHUNK, 1)] for _ in range(4)
+            [torch.rand(numel, generator=draw) for numel in (5, longest, 0, SHORT_CHUNK, 1)] for _ in range(4)
         )
         steps = [torch.tensor(2.0) for _ in params]
         with kernels.backend("native"):
@@ -109,7 +111,7 @@ def updated(threads: int, longest: int) -> list[Tensor]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("longest", [3 * CHUNK + 1, LONG + 1])
+@pytest.mark.parametrize("longest", [3 * SHORT_CHUNK + 1, LONG + 1])
 def test_threads_do_not_show(library: _native.NativeLibrary, longest: int) -> None:
     for single, threaded in zip(updated(1, longest), updated(5, longest), strict=True):
         assert torch.equal(single, threaded)

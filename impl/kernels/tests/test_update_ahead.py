@@ -14,12 +14,14 @@ from torch import Tensor
 from conformance.gpu.update_bounds import EACH, states_of
 from impl import kernels
 from impl.kernels import Parameters, Rule, TensorList, UpdateAhead, squares_of_chunks
-from impl.kernels._native import CHUNK
+from impl.kernels._native import SHORT_CHUNK
 from impl.kernels._native.norm import sum_of_squares
 from impl.kernels.tests.native import the_library
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NUMELS = st.lists(st.sampled_from([1, 5, 513, CHUNK - 1, CHUNK + 3, 3 * CHUNK]), min_size=1, max_size=3)
+_NUMELS = st.lists(
+    st.sampled_from([1, 5, 513, SHORT_CHUNK - 1, SHORT_CHUNK + 3, 3 * SHORT_CHUNK]), min_size=1, max_size=3
+)
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,12 @@ def test_known_squares_leave_sum_the_same(
 
 def test_known_squares_are_not_read_again() -> None:
     library = the_library()
-    first, second = torch.ones(CHUNK + 5), torch.full((3,), 2.0)
+    first, second = torch.ones(SHORT_CHUNK + 5), torch.full((3,), 2.0)
     squares = squares_of_chunks(TensorList([first]), 14)
     assert squares is not None
     squares = {address: entry._replace(sums=array("d", [7.0, 8.0])) for address, entry in squares.items()}
     assert sum_of_squares(library, TensorList([second, first]), known=squares) == 12.0 + 15.0
     shorter = {first.data_ptr(): entry._replace(power=15) for entry in squares.values()}
-    assert sum_of_squares(library, TensorList([second, first]), known=shorter) == pytest.approx(CHUNK + 17)
+    assert sum_of_squares(library, TensorList([second, first]), known=shorter) == pytest.approx(
+        SHORT_CHUNK + 17
+    )
