@@ -32,8 +32,8 @@ from impl.kernels._copies import (
     is_capturing,
     to_device,
 )
+from impl.kernels._decorators import dynamo_disable, no_grad_fast
 from impl.kernels._dispatch import backend, flag_if_free_to_read, is_transformed
-from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._kept_layouts import keep_layout, recognize_layout, tensor_guards
 from impl.kernels._lists import (
     KERNEL_DTYPES,
@@ -48,7 +48,6 @@ from impl.kernels._native import chunk_power
 from impl.kernels._native.fused_step import KnownPlaces
 from impl.kernels._native.memory import Addresses, ListLayout, TensorList, concat, list_layout
 from impl.kernels._native.norm import ChunkSquares
-from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import Parameters
 from impl.kernels._spans import is_profiled, span
 from impl.kernels._storage_order import OVERLAP, match_layout, overlaps_itself

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._decorators import no_grad_fast
 from impl.kernels._dispatch import dispatch_for, requested_backend
 from impl.kernels._lists import are_on
 from impl.kernels._native.memory import TensorList
 from impl.kernels._native.norm import ChunkSquares
-from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels.norm import result_dtype, squares_by_library, total_norm
 
 # Orders for which the norm of f32 and narrower tensors, summed in f64, is finite if and only if all elements are.

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._decorators import no_grad_fast
 from impl.kernels._dispatch import cpu_library, dispatch_for, is_eager, requested_backend
 from impl.kernels._native.clamp import clamp
 from impl.kernels._native.memory import TensorList
-from impl.kernels._no_grad_fast import no_grad_fast
 
 # A tensor of at least this size gets its own operator call.
 _LARGE = 1 << 14

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from impl.kernels._by_dtype import changes_in_turn
+from impl.kernels._decorators import no_grad_fast
 from impl.kernels._dispatch import cpu_library, dispatch_for
 from impl.kernels._lists import HALVES
 from impl.kernels._native.fused_step import fused_step
 from impl.kernels._native.memory import TensorList
-from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import LONGEST_RUN, LargeParam, Parameters, SmallParamBatch, flat, piece_width
 from impl.kernels._storage_order import match_layout
 from impl.kernels.rules import Rule

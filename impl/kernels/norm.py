@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._decorators import no_grad_fast
 from impl.kernels._dispatch import cpu_library, dispatch_for
 from impl.kernels._native.memory import TensorList
 from impl.kernels._native.norm import ChunkSquares, sum_of_squares
-from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._storage_order import flat_runs
 
 # A sum in f32 loses summands that are far smaller than itself. So no sum is longer than a row, and small gradients in

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, lists_to_change, takes_foreach
+from impl.kernels._decorators import no_grad_fast
 from impl.kernels._dispatch import Dispatch, cpu_library, dispatch_for
 from impl.kernels._lists import HALVES
 from impl.kernels._native.memory import TensorList
 from impl.kernels._native.scale import scale
-from impl.kernels._no_grad_fast import no_grad_fast
 
 # torch's unscale operator is faster than multiplication for lists of more than _FEW tensors in half precision that are
 # shorter than _LONG.

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import lists_to_change
+from impl.kernels._decorators import no_grad_fast
 from impl.kernels._dispatch import dispatch_for, requested_backend
 from impl.kernels._native.memory import TensorList
-from impl.kernels._no_grad_fast import no_grad_fast
 
 
 @no_grad_fast

@@ -7,12 +7,12 @@ from ctypes import c_float
 
 import torch
 
+from impl.kernels._decorators import no_grad_fast
 from impl.kernels._dispatch import cpu_library, dispatch_for
 from impl.kernels._native import chunk_counts
 from impl.kernels._native.fused_step import SavedTensors, UpdateExtras, fused_step
 from impl.kernels._native.memory import TensorList
 from impl.kernels._native.norm import ChunkSquares, split_by_tensor, sum_of_chunks
-from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import Parameters
 from impl.kernels.rules import Rule
 
