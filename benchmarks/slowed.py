@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-KERNELS = ("clamp_", "scale_", "total_norm", "unscale_")
+KERNELS = ("clamp_", "clip_", "total_norm", "unscale_")
 
 
 def slow_kernels(times: float) -> None:

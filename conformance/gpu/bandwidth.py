@@ -22,6 +22,7 @@ from benchmarks.timing import CudaStopwatch, HostStopwatch, Workload
 from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 from impl import kernels
 from impl.kernels import TensorList
+from impl.kernels.rules import AdamRule
 
 # Where latency is what counts, and where bandwidth is.
 _SHAPES = {"cuda": ("1000x1k", "gpt2"), "cpu": ("100x1k",)}
@@ -39,7 +40,7 @@ def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]
     device = tensors[0].device
     factor, found_inf = torch.tensor(-1.0, device=device), torch.zeros(1, device=device)
     # With a learning rate of 0 and without decay the parameters stay as they are.
-    adamw = kernels.AdamRule(0.0, 0.9, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
+    adamw = AdamRule(0.0, 0.9, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
     alike = [[torch.zeros_like(tensor) for tensor in tensors] for _ in range(3)]
     steps = [torch.ones((), device=device) for _ in tensors]
     parameters = kernels.Parameters(alike[0], alike[1:], steps)

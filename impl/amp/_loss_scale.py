@@ -182,7 +182,7 @@ class SkipMonitor:
     # Skipped steps at the minimum before it warns. One or two may come from a single bad batch.
     PATIENCE = 3
 
-    def __init__(self, max_skipped_steps: int | None = None) -> None:
+    def __init__(self, max_skipped_steps: int | None) -> None:
         self._max_skipped_steps = max_skipped_steps
         self.skipped = 0  # consecutive skipped steps at the minimum, in the copies read
         self._skipped_scales: list[float] = []  # scales after consecutive skipped steps, in the copies read

@@ -51,11 +51,11 @@ from impl.kernels._native.norm import ChunkSquares
 from impl.kernels._parameters import Parameters
 from impl.kernels._spans import is_profiled, span
 from impl.kernels._storage_order import OVERLAP, match_layout, overlaps_itself
-from impl.kernels.checked_norm import StepNumbers, checked_norm, nonfinite_flag, step_numbers
+from impl.kernels.checked_norm import StepNumbers, checked_norm, step_numbers
 from impl.kernels.clamp import clamp_
 from impl.kernels.fused_step import NATIVE, UpdateBackend, fused_step_
 from impl.kernels.norm import total_norm
-from impl.kernels.rules import NARROW_STATES, RULES, AdagradRule, AdamRule, Rule, SGDRule
+from impl.kernels.rules import NARROW_STATES, RULES, Rule
 from impl.kernels.scale import clip_, clip_coefficient, scale_
 from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import inverse, nonfinite_counts, unscale_, unscale_by_
@@ -68,8 +68,6 @@ __all__ = [
     "OVERLAP",
     "PLAIN_TYPES",
     "RULES",
-    "AdagradRule",
-    "AdamRule",
     "Addresses",
     "ChunkSquares",
     "HostCopy",
@@ -77,7 +75,6 @@ __all__ = [
     "ListLayout",
     "Parameters",
     "Rule",
-    "SGDRule",
     "StepNumbers",
     "TensorList",
     "UpdateAhead",
@@ -111,7 +108,6 @@ __all__ = [
     "may_share_memory",
     "no_grad_fast",
     "nonfinite_counts",
-    "nonfinite_flag",
     "overlaps_itself",
     "recognize_layout",
     "scale_",

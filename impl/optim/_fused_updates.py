@@ -200,9 +200,9 @@ def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
     updates: Sequence[Update],
     factor: Tensor,
     found_inf: Tensor | None,
-    taken: Tensor | None = None,
-    ahead: UpdatesAhead | None = None,
-    meter: UpdateMeter | None = None,
+    taken: Tensor | None,
+    ahead: UpdatesAhead | None,
+    meter: UpdateMeter | None,
 ) -> list[Served]:
     """Call `optimizer.step()`, which only applies the updates, so that hooks and schedulers see a step.
 

@@ -246,7 +246,7 @@ def launch_step_norm(
     dtype: torch.dtype,
     scale: Tensor,
     max_norm: float,
-    norm_T: Tensor | None = None,
+    norm_T: Tensor | None,
 ) -> tuple[Tensor, ...] | None:
     """Run the kernels and return the fields of `StepNumbers`, or None if they do not support the tensors or the norm.
 

@@ -13,13 +13,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from conformance.gpu.update_bounds import EACH, states_of
-from impl.kernels import RULES, AdagradRule, AdamRule, Parameters, Rule, SGDRule, TensorList
+from impl.kernels import RULES, Parameters, Rule, TensorList
 from impl.kernels._triton import rules
 from impl.kernels._triton.clamp import clamp_kernel, launch_clamp
 from impl.kernels._triton.fused_step import launch_fused_step
 from impl.kernels._triton.norm import launch_norm, launch_step_norm
 from impl.kernels._triton.scale import launch_clip, launch_scale
 from impl.kernels._triton.unscale import launch_unscale
+from impl.kernels.rules import AdagradRule, AdamRule, SGDRule
 
 
 class _Driver:

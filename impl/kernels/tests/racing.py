@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from impl import kernels
-from impl.kernels import Parameters, SGDRule, TensorList
+from impl.kernels import Parameters, TensorList
+from impl.kernels.rules import SGDRule
 
 _RACING = (
     "_foreach_add_",

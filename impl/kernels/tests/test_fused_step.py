@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from conformance.gpu.update_bounds import EACH, OTHERS, rules, states_of, update
 from impl import kernels
-from impl.kernels import RULES, Rule, SGDRule, TensorList
+from impl.kernels import RULES, Rule, TensorList
 from impl.kernels._table import CHUNK
+from impl.kernels.rules import SGDRule
 from impl.kernels.tests.interpreter import the_interpreter
 from impl.kernels.tests.native import the_library
 from impl.kernels.tests.updates import Lists, ParamSpec, UpdateSpec, lists_of, updated, updated_lists

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from conformance.judge.sandbox.global_state import default_dtype
 from impl import kernels
-from impl.kernels import AdamRule, Parameters, SGDRule, TensorList, _dispatch, _native, fused_step
+from impl.kernels import Parameters, TensorList, _dispatch, _native, fused_step
 from impl.kernels._native import NATIVE_CODES, SHORT_CHUNK
 from impl.kernels._native.norm import sum_of_squares
+from impl.kernels.rules import AdamRule, SGDRule
 from impl.kernels.tests.calls import Spec, assert_same_bits, build, every_pattern_of_bits
 from impl.kernels.tests.native import the_library
 
