@@ -54,6 +54,8 @@ _Optimizer = torch.optim.Optimizer
 class Scaler(Protocol):
     """The methods of a scaler, for one process or for many, that a fused step uses."""
 
+    _enabled: bool
+    _unscales_fp16: bool
     _has_peers: bool
     _per_optimizer_states: dict[int, OptimizerState]
     _check_results: KeptResults
@@ -62,8 +64,11 @@ class Scaler(Protocol):
     def step(self, optimizer: _Optimizer) -> float | None: ...
     def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]: ...
     def _norm_device(self, params: Sequence[Tensor]) -> torch.device: ...
+    def _init_and_get_scale(self, funcname: str, optimizer: _Optimizer) -> tuple[Tensor, Tensor]: ...
+    def _unscale_locally_(self, optimizer: _Optimizer, scale: Tensor) -> Found: ...
     def _found_inf_per_device(self, optimizer: _Optimizer) -> Found: ...
     def _found_inf_of_sum(self, optimizer: _Optimizer, found_inf_per_device: Found) -> Found: ...
+    def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -91,17 +96,14 @@ class FusedStepOptions:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Arguments of one call, and the state of the scaler that it needs."""
+class NormInputs:
+    """Arguments of one call, with the parameters whose gradients have one norm, of one or more optimizers."""
 
     scaler: Scaler
-    optimizer: _Optimizer
     options: FusedStepOptions
     params: list[Tensor]
     # f32, 0-dim. None if the scaler is disabled: then nothing is checked for inf and nan.
     scale: Tensor | None
-    # Flags of an earlier check that has unscaled the gradients.
-    known_found_inf: Found | None
 
     @functools.cached_property
     def shardings(self) -> list[Sharding]:
@@ -130,10 +132,19 @@ class Step:
         return functools.reduce(torch.promote_types, {p.dtype for p in self.params}) if has_copies else None
 
     @functools.cached_property
-    def norms(self) -> ParamNorms | None:
+    def param_norms(self) -> ParamNorms | None:
         """Norms of single gradients, or None if they are not kept."""
         options = self.options
         return ParamNorms(self.params, options.norm_type, self.norm_device) if options.keeps_norms else None
+
+
+@dataclass(frozen=True)
+class Step(NormInputs):
+    """Step of one optimizer."""
+
+    optimizer: _Optimizer
+    # Flags of an earlier check that has unscaled the gradients.
+    known_found_inf: Found | None
 
     @functools.cached_property
     def update_meter(self) -> UpdateMeter | None:
@@ -169,7 +180,7 @@ def fused_step(
     """
     check_closed(optimizer)
     params = params_of(optimizer)
-    step = Step(scaler, optimizer, options, params, scale, known_found_inf)
+    step = Step(scaler, options, params, scale, optimizer, known_found_inf)
     copies = dict(zip(map(id, params), options.low_precision_params, strict=False))
     if options.ahead is not None and known_found_inf is not None:
         options.ahead.undo()  # the updates and squares are those of scaled gradients
@@ -200,13 +211,13 @@ def fused_step(
                         optimizer, updates, factor, unknown, taken, options.ahead, step.update_meter
                     )
                 return FusedStepResult(
-                    norm,
-                    norms,
-                    local_found_inf,
-                    global_found_inf,
-                    None if found_inf is None else not found_inf,
-                    served,
-                    step.update_norms(),
+                    norm=norm,
+                    norms=norms,
+                    local_found_inf=local_found_inf,
+                    global_found_inf=global_found_inf,
+                    taken=None if found_inf is None else not found_inf,
+                    served=served,
+                    update_norms=step.update_norms(),
                 )
         except NoFusedUpdate as error:
             check_peers(step, error)
@@ -260,11 +271,11 @@ def _step_by_optimizer(step: Step, served: Sequence[Served]) -> FusedStepResult:
             dense = [(param, dense_values(grad)) for param, grad in params_and_grads]
             norm = get_total_norm([value for _, values in dense for value in values], options.norm_type)
             norms = None
-            if step.norms is not None:
+            if step.param_norms is not None:
                 for param, values in dense:
                     if values:
-                        step.norms.set(param, local_part(get_total_norm(values, options.norm_type)))
-                norms = step.norms.of_params()
+                        step.param_norms.set(param, local_part(get_total_norm(values, options.norm_type)))
+                norms = step.param_norms.of_params()
         clip_(step, norm)
         with step.measuring_updates():
             taken = call_step(step)
@@ -272,12 +283,16 @@ def _step_by_optimizer(step: Step, served: Sequence[Served]) -> FusedStepResult:
             copies = [*options.low_precision_params]
             for batch in kernels.foreach_slices(copies):
                 torch._foreach_copy_(copies[batch], step.params[batch])
-    if step.scale is None:
-        return FusedStepResult(norm, norms, {}, {}, taken, served, step.update_norms())
-    check_results = scaler._check_results.of(optimizer)
-    local_found_inf = check_results.local_found_inf or {}
-    global_found_inf = scaler._found_inf_per_device(optimizer)
-    return FusedStepResult(norm, norms, local_found_inf, global_found_inf, taken, served, step.update_norms())
+    is_checked = step.scale is not None
+    return FusedStepResult(
+        norm=norm,
+        norms=norms,
+        local_found_inf=scaler._check_results.of(optimizer).local_found_inf or {} if is_checked else {},
+        global_found_inf=scaler._found_inf_per_device(optimizer) if is_checked else {},
+        taken=taken,
+        served=served,
+        update_norms=step.update_norms(),
+    )
 
 
 def clip_(step: Step, norm: Tensor) -> None:
@@ -357,17 +372,17 @@ def _joint_norm_and_found_inf(
         by_sharding = {
             sharding: local_norm(step, grads, local_found_inf) for sharding, grads in lists.items()
         }
-    if step.norms is not None:
-        step.norms.assign(params_and_grads)
+    if step.param_norms is not None:
+        step.param_norms.assign(params_and_grads)
         if step.shardings:
-            by_sharding = step.norms.vectors(by_sharding, step.shardings)
+            by_sharding = step.param_norms.vectors(by_sharding, step.shardings)
     dtype = joint_norm_dtype(step.params)
     checked = local_found_inf if step.known_found_inf is None else step.known_found_inf
     norm, global_found_inf = step.scaler._agree(Norms(step.options.norm_type, by_sharding, dtype), checked)
     global_found_inf = step.scaler._found_inf_of_sum(step.optimizer, global_found_inf)
-    norms = None if step.norms is None else step.norms.of_params()
-    if step.norms is not None and norm.dim():  # a vector of the norms of all ranks
-        norms, norm = [*norm.unbind()], step.norms.joint(norm).to(dtype)
+    norms = None if step.param_norms is None else step.param_norms.of_params()
+    if step.param_norms is not None and norm.dim():  # a vector of the norms of all ranks
+        norms, norm = [*norm.unbind()], step.param_norms.joint(norm).to(dtype)
     if norms is not None and numbers is None and are_scaled:
         norms = _unscaled(step, norms)
     _check_recorded(step, global_found_inf)
@@ -383,7 +398,7 @@ def joint_norm_dtype(params: Sequence[Tensor]) -> torch.dtype:
 
 
 def grads_by_sharding(
-    step: Step, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]]
+    step: NormInputs, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]]
 ) -> dict[Sharding, TensorList]:
     """Return the gradients of each sharding. The first one is that over no group."""
     if not step.shardings:
@@ -409,20 +424,20 @@ def _step_numbers(step: Step, grads: TensorList) -> StepNumbers | None:
     if step.scale is None or step.known_found_inf is not None or step.scale.device != step.norm_device:
         return None
     options = step.options
-    norm_T = None if step.norms is None or not grads.tensors else step.norms.room_for(grads)
+    norm_T = None if step.param_norms is None or not grads.tensors else step.param_norms.room_for(grads)
     return kernels.step_numbers(
         grads, options.norm_type, step.scale, options.max_norm, step.norm_dtype, norm_T
     )
 
 
-def local_norm(step: Step, grads: TensorList, local_found_inf: Found) -> Tensor:
+def local_norm(step: NormInputs, grads: TensorList, local_found_inf: Found) -> Tensor:
     """Return the joint norm of gradients on one or more devices. Store each device's flag in `local_found_inf`."""
     norm_type, norm_device = step.options.norm_type, step.norm_device
     norms: list[Tensor] = []
     has_empty = grads.layout is None and not all(map(Tensor.numel, grads.tensors))
     nonempty = TensorList([grad for grad in grads.tensors if grad.numel()]) if has_empty else grads
     for device, batch in nonempty.by_device().items():
-        norm_T = None if step.norms is None else step.norms.room_for(batch)
+        norm_T = None if step.param_norms is None else step.param_norms.room_for(batch)
         known = None if step.options.ahead is None else step.options.ahead.squares
         norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype, norm_T, known)
         if device in local_found_inf:

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from impl import kernels
 from impl.amp import _fused_step
-from impl.amp._fused_step import FusedStepOptions, Scaler, Step
+from impl.amp._fused_step import FusedStepOptions, NormInputs, Scaler, Step
 from impl.amp._gradients import coalesced, sorted_gradients
 from impl.amp._opt_state import Found, FusedStepResult, OptState, next_stage, stage_of
 from impl.kernels import TensorList, to_device
@@ -34,17 +33,6 @@ from impl.optim._step_checks import check_step
 from impl.optim._updates_ahead import check_closed
 
 _Optimizer = torch.optim.Optimizer
-
-
-class JointScaler(Scaler, Protocol):
-    """Further methods of a scaler that a joint step uses."""
-
-    _enabled: bool
-    _unscales_fp16: bool
-
-    def _init_and_get_scale(self, funcname: str, optimizer: _Optimizer) -> tuple[Tensor, Tensor]: ...
-    def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor: ...
-    def _unscale_locally_(self, optimizer: _Optimizer, scale: Tensor) -> Found: ...
 
 
 @dataclass
@@ -78,7 +66,7 @@ class _Part:
             return self.local_found_inf
         return step.scaler._check_results.of(step.optimizer).local_found_inf or {}
 
-    def local_norms(self, joint: Step) -> dict[Sharding, Tensor]:
+    def local_norms(self, joint: NormInputs) -> dict[Sharding, Tensor]:
         """Return norms of this rank's gradients by sharding, unscaled. Keep those of single gradients in `joint`."""
         order = joint.options.norm_type
         if self.updates is not None:
@@ -87,9 +75,9 @@ class _Part:
             values = {param: _values(param) for param in self.step.params if param.grad is not None}
             pairs = [(param, value) for param, own in values.items() for value in own]
             if not joint.shardings:
-                if joint.norms is not None:
+                if joint.param_norms is not None:
                     for param, own in values.items():
-                        joint.norms.set(param, get_total_norm(own, order))
+                        joint.param_norms.set(param, get_total_norm(own, order))
                 tensors = [value for _, value in pairs]
                 return {UNSHARDED: get_total_norm(tensors, order)} if tensors else {}
             lists = [([param for param, _ in pairs], TensorList([value for _, value in pairs]))]
@@ -97,8 +85,8 @@ class _Part:
             sharding: _fused_step.local_norm(joint, grads, self.local_found_inf)
             for sharding, grads in _fused_step.grads_by_sharding(joint, lists).items()
         }
-        if joint.norms is not None:
-            joint.norms.assign(lists)
+        if joint.param_norms is not None:
+            joint.param_norms.assign(lists)
         inv_scale = self.inv_scale
         if inv_scale is not None and order != 0:
             inv_scale = to_device(inv_scale, joint.norm_device)
@@ -129,7 +117,7 @@ def _values(param: Tensor) -> list[Tensor]:
 
 @kernels.dynamo_disable
 @kernels.no_grad_fast
-def joint_step(scaler: JointScaler, optimizers: Sequence[_Optimizer], options: FusedStepOptions) -> Tensor:
+def joint_step(scaler: Scaler, optimizers: Sequence[_Optimizer], options: FusedStepOptions) -> Tensor:
     """Step all optimizers with the norm of all their gradients, unless a gradient of any of them holds inf or nan.
 
     The scaler's states and results of the optimizers are those after a step.
@@ -149,13 +137,12 @@ def joint_step(scaler: JointScaler, optimizers: Sequence[_Optimizer], options: F
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     with ExitStack() as stack:
         stack.enter_context(kernels.span("GradScaler.fused_step", names))
+        joint = NormInputs(scaler, options, params_of(*optimizers), scale)
         parts = [
-            _new_part(scaler, optimizer, options, scale, stage is OptState.UNSCALED, stack)
+            _new_part(joint, optimizer, stage is OptState.UNSCALED, stack)
             for optimizer, stage in zip(optimizers, stages, strict=True)
         ]
         _unscale(scaler, parts)
-        params = [param for part in parts for param in part.step.params]
-        joint = Step(scaler, optimizers[0], options, params, scale, None)
         norm, norms, global_found_inf = _joint_norm(joint, parts)
         flag = None if scale is None else _fused_step.combine_found_inf(global_found_inf, joint.norm_device)
         found_inf = False if flag is None else kernels.flag_if_free_to_read(flag)
@@ -165,13 +152,13 @@ def joint_step(scaler: JointScaler, optimizers: Sequence[_Optimizer], options: F
             local_found_inf = part.local_flags()
             part.apply(norm, found_inf, flag)
             result = FusedStepResult(
-                norm,
-                own_norms,
-                local_found_inf,
-                global_found_inf,
-                part.taken,
-                part.served,
-                part.step.update_norms(),
+                norm=norm,
+                norms=own_norms,
+                local_found_inf=local_found_inf,
+                global_found_inf=global_found_inf,
+                taken=part.taken,
+                served=part.served,
+                update_norms=part.step.update_norms(),
             )
             check_results = scaler._check_results.of(part.step.optimizer)
             if scale is None:
@@ -184,7 +171,7 @@ def joint_step(scaler: JointScaler, optimizers: Sequence[_Optimizer], options: F
     return norm
 
 
-def _unscale(scaler: JointScaler, parts: Sequence[_Part]) -> None:
+def _unscale(scaler: Scaler, parts: Sequence[_Part]) -> None:
     """Unscale the scaled gradients of optimizers that step themselves. If one optimizer's are invalid, change none."""
     scaled = [
         (part, part.step.scale)
@@ -197,7 +184,7 @@ def _unscale(scaler: JointScaler, parts: Sequence[_Part]) -> None:
         part.local_found_inf = scaler._unscale_locally_(part.step.optimizer, scale)
 
 
-def _record_checks(scaler: JointScaler, parts: Sequence[_Part], global_found_inf: Found) -> None:
+def _record_checks(scaler: Scaler, parts: Sequence[_Part], global_found_inf: Found) -> None:
     """Record that gradients are unscaled, for the steps of these optimizers, and in case one of them raises."""
     for part in parts:
         if part.updates is None:
@@ -228,18 +215,11 @@ def _check(optimizers: Sequence[_Optimizer], options: FusedStepOptions) -> None:
         check_closed(optimizer)
 
 
-def _new_part(  # noqa: PLR0913  called once
-    scaler: JointScaler,
-    optimizer: _Optimizer,
-    options: FusedStepOptions,
-    scale: Tensor | None,
-    is_unscaled: bool,
-    stack: ExitStack,
-) -> _Part:
-    params = params_of(optimizer)
+def _new_part(joint: NormInputs, optimizer: _Optimizer, is_unscaled: bool, stack: ExitStack) -> _Part:
+    scaler, scale, params = joint.scaler, joint.scale, params_of(optimizer)
     known = scaler._found_inf_per_device(optimizer) if is_unscaled else None
     own_scale = None if scale is None else scaler._scale_of_sum(optimizer, scale, "fused_step")
-    part = _Part(Step(scaler, optimizer, options, params, own_scale, known))
+    part = _Part(Step(scaler, joint.options, params, own_scale, optimizer, known))
     try:
         part.updates = stack.enter_context(updates_of(optimizer, {}))
     except NoFusedUpdate as error:
@@ -248,7 +228,7 @@ def _new_part(  # noqa: PLR0913  called once
     return part
 
 
-def _joint_norm(joint: Step, parts: Sequence[_Part]) -> tuple[Tensor, list[list[Tensor] | None], Found]:
+def _joint_norm(joint: NormInputs, parts: Sequence[_Part]) -> tuple[Tensor, list[list[Tensor] | None], Found]:
     """Return the norm of all gradients, the norms of each part's single gradients if kept, and the joint flags."""
     order, device, scaler = joint.options.norm_type, joint.norm_device, joint.scaler
     local: dict[Sharding, list[Tensor]] = {UNSHARDED: []} | {sharding: [] for sharding in joint.shardings}
@@ -264,10 +244,10 @@ def _joint_norm(joint: Step, parts: Sequence[_Part]) -> tuple[Tensor, list[list[
         sharding: join_norms(torch.stack([*norms, none]), order) for sharding, norms in local.items()
     }
     inv_scale_P = None
-    if joint.norms is not None:
+    if joint.param_norms is not None:
         inv_scale_P = torch.cat([_inv_scales(part, device) for part in parts])
         if joint.shardings:
-            vectors = joint.norms.vectors(by_sharding, joint.shardings)
+            vectors = joint.param_norms.vectors(by_sharding, joint.shardings)
             by_sharding = {sharding: norm_P * inv_scale_P for sharding, norm_P in vectors.items()}
     dtype = _fused_step.joint_norm_dtype(joint.params)
     norm, found_inf = scaler._agree(Norms(order, by_sharding, dtype), checked)
@@ -277,10 +257,10 @@ def _joint_norm(joint: Step, parts: Sequence[_Part]) -> tuple[Tensor, list[list[
         for part in parts:
             check_step(part.step.optimizer)
         raise AssertionError("No inf checks were recorded for these optimizers.")
-    if joint.norms is None:
+    if joint.param_norms is None:
         return norm.to(dtype), [None] * len(parts), found_inf
     assert inv_scale_P is not None
-    norm_P = norm if norm.dim() else torch.stack(joint.norms.of_params()) * inv_scale_P
+    norm_P = norm if norm.dim() else torch.stack(joint.param_norms.of_params()) * inv_scale_P
     split = norm_P.split([len(part.step.params) for part in parts])
     joint_norm = join_norms(norm, order) if norm.dim() else norm
     return joint_norm.to(dtype), [[*own_P.unbind()] for own_P in split], found_inf

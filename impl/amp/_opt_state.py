@@ -76,7 +76,7 @@ def stage_of(states: Mapping[int, OptimizerState], optimizer: torch.optim.Optimi
     return stage if type(stage) is OptState else OptState[stage.name]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FusedStepResult:
     """Norm, inf/nan flags and outcome of a fused step."""
 
