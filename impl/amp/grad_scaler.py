@@ -6,7 +6,8 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast, overload
 
 import torch
@@ -106,8 +107,6 @@ class GradScaler(StepReports):
     _has_peers: bool = False
     # If False, float16 gradients raise, because their unscaled values may vanish.
     _unscales_fp16: bool = False
-    # Set while `overlapped_step` calls `fused_step`.
-    _updates_ahead: UpdatesAhead | None = None
 
     def __init__(  # noqa: PLR0913  torch's six
         self,
@@ -314,7 +313,6 @@ class GradScaler(StepReports):
             tuple(low_precision_params),
             keep_norms,
             keep_update_norms,
-            self._updates_ahead,
         )
         if len(optimizers) != 1:
             norm = joint_step(self, optimizers, options)
@@ -397,20 +395,19 @@ class GradScaler(StepReports):
         tensor(5.)
         """
         check_has_param_groups(optimizer)
-        _fused_step.FusedStepOptions(float(max_norm), 2.0, ())
+        options = _fused_step.FusedStepOptions(float(max_norm), 2.0, ())
         rule = rule_of(optimizer)
         factor = self._assumed_factor() if rule is not None else None
-        ahead = UpdatesAhead(optimizer, rule, factor, float(max_norm), casts_params=cast_params)
+        ahead = UpdatesAhead(optimizer, rule, factor, options.max_norm, casts_params=cast_params)
         ahead.begin()
         result = OverlappedStep()
         try:
             yield result
             ahead.end()
-            self._updates_ahead = ahead
-            norm = self.fused_step(optimizer, max_norm, update=update)
+            with self._reporting_failure(optimizer, takes_norm=True):
+                norm = self._single_step(optimizer, replace(options, ahead=ahead), update=update)
             ahead.record_cast_params()
         finally:
-            self._updates_ahead = None
             ahead.undo()
         result.finish(norm, ahead)
 
@@ -720,6 +717,17 @@ class GradScaler(StepReports):
         The argument is not changed. It is empty if the optimizer has no gradients.
         """
         return found_inf_per_device
+
+    def _reporting_failure(
+        self, *optimizers: _Optimizer, takes_norm: bool = False, keeps_norms: bool = False
+    ) -> AbstractContextManager[None]:
+        """Context manager that reports to other processes if the check that they wait for fails inside.
+
+        Args:
+            takes_norm: they combine a norm. Otherwise they only combine flags.
+            keeps_norms: they combine the norm of each parameter.
+        """
+        return nullcontext()
 
     def _combines_ranks_of(self, mesh: DeviceMesh) -> bool:
         """Return whether `_reduce_found_inf` combines the flags of all ranks of `mesh`."""

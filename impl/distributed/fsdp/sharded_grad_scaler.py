@@ -285,12 +285,6 @@ class ShardedGradScaler(GradScaler):
     def _reporting_failure(
         self, *optimizers: _Optimizer, takes_norm: bool = False, keeps_norms: bool = False
     ) -> Generator[None]:
-        """Context manager that reports to the peers if the check that they wait for fails inside.
-
-        Args:
-            takes_norm: the peers combine a norm. Otherwise they only all-reduce the check result.
-            keeps_norms: they combine the norm of each parameter.
-        """
         if not self._enabled or self._reports:
             # A failed `unscale_` inside of `fused_step` is reported by the latter.
             yield
