@@ -38,7 +38,7 @@ _NONFINITE = 1.0
 _NOT_CHECKED = 2.0
 
 
-class _Group(enum.Enum):
+class _NoGroup(enum.Enum):
     """Replacement for a process group that does not exist."""
 
     NOT_PICKLED = "groups are not kept when a scaler is pickled or copied"
@@ -90,7 +90,7 @@ class ShardedGradScaler(GradScaler):
     >>> dist.destroy_process_group()
     """
 
-    process_group: ProcessGroup | Literal[_Group.NOT_PICKLED] | None = None
+    process_group: ProcessGroup | Literal[_NoGroup.NOT_PICKLED] | None = None
 
     _frames_above = 1
     _has_peers = True
@@ -266,12 +266,12 @@ class ShardedGradScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         default = self.process_group is None or self.process_group is dist.group.WORLD
-        return super().__getstate__() | {"process_group": None if default else _Group.NOT_PICKLED}
+        return super().__getstate__() | {"process_group": None if default else _NoGroup.NOT_PICKLED}
 
     @property
     def _group(self) -> ProcessGroup | None:
         group = self.process_group
-        assert not isinstance(group, _Group)  # checked on entry
+        assert not isinstance(group, _NoGroup)  # checked on entry
         return group
 
     def _collective_device(self) -> torch.device:
@@ -328,10 +328,10 @@ class ShardedGradScaler(GradScaler):
             norms.joint()
 
     def _check_group(self) -> None:
-        if self.process_group is _Group.NOT_PICKLED:
+        if self.process_group is _NoGroup.NOT_PICKLED:
             raise RuntimeError(
-                f"this ShardedGradScaler has no process group: {_Group.NOT_PICKLED.value}; assign the one that decides "
-                "with it: scaler.process_group = group"
+                f"this ShardedGradScaler has no process group: {_NoGroup.NOT_PICKLED.value}; assign the one that "
+                "decides with it: scaler.process_group = group"
             )
         if self.process_group is None:
             dist.get_rank(None)  # raises without a default group
