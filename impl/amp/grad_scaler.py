@@ -803,7 +803,7 @@ class GradScaler(StepReports):
             scale = torch.tensor(self._init_scale, dtype=torch.float32, device="cpu")
         if not kernels.has_host_copies(scale.device):
             return None
-        return kernels.HostCopy(kernels.inverse(scale))
+        return kernels.HostCopy(kernels.inverse(scale).reshape(1))
 
     def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor:
         """Return the scale of the accumulated gradients, which may lack microbatches."""

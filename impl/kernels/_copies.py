@@ -43,7 +43,7 @@ def copy_to_host_async(tensor: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """Non-blocking copy of a tensor's numbers to the host, on devices with `has_host_copies`."""
+    """Non-blocking copy of the numbers of a 1-dim tensor to the host, on devices with `has_host_copies`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._numbers = tensor.to("cpu", non_blocking=True, copy=True)

@@ -300,8 +300,8 @@ class UpdatesAhead:
 
     def _known_factor(self) -> float | None:
         if self._factor is None and isinstance(self._assumed, HostCopy):
-            numbers: Any = self._assumed.numbers()
-            self._factor = numbers
+            numbers = self._assumed.numbers()
+            self._factor = None if numbers is None else numbers[0]
         return self._factor
 
     def _rule_of(self, batch: _Batch) -> Rule | None:
