@@ -33,8 +33,11 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.utils._pytree import tree_leaves
 
 from impl.dynamo._collected import Arguments, CollectedTrackers, NotConcrete, has_numbers, release_with
-from impl.dynamo._optimizer_rules import belongs_with_parameter, may_be_capturable
 
+# Device types on which torch.optim supports step counts on the device, which avoid breaks in CUDA graphs.
+_CAPTURABLE_ON = frozenset({"cuda", "xpu"})
+# Scalars that torch.optim keeps on the CPU unless a group is capturable. A loaded state may contain them.
+_SCALARS = frozenset({"step", "mu_product"})
 # Name of Dynamo's method that resolves an attribute. torch 2.14 renamed it.
 _RESOLVE = "tp_getattro_impl" if hasattr(UserDefinedObjectVariable, "tp_getattro_impl") else "var_getattr"
 
@@ -217,6 +220,17 @@ class OptimizerVariable(UserDefinedObjectVariable):
         for value, source in self._state_items(tx):
             if has_numbers(value):
                 install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def may_be_capturable(device_types: Iterable[str]) -> bool:
+    """Return whether a group with parameters on these devices may keep its step counts there."""
+    types = frozenset(device_types)
+    return bool(types) and types <= _CAPTURABLE_ON
+
+
+def belongs_with_parameter(name: str, at: str, parameter_at: str) -> bool:
+    """Return whether the state tensor `name` on device type `at` must move to its parameter's device."""
+    return name in _SCALARS and at == "cpu" and parameter_at != "cpu"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import impl.dynamo
 from impl import drop_in
-from impl.dynamo._optimizer_rules import belongs_with_parameter, may_be_capturable
+from impl.dynamo.optimizer import belongs_with_parameter, may_be_capturable
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
 
