@@ -54,7 +54,7 @@ class Layers:
 IMPL = Layers(
     "impl",
     (
-        ("", "_after_dynamo", "_patching"),
+        ("", "_after_dynamo", "_names", "_patching"),
         ("kernels",),
         ("optim",),
         ("amp", "nn"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from impl.kernels import no_grad_fast, to_device
-from impl.optim._param_groups import params_of
+from impl.optim._optimizers import params_of
 
 # The mappings of an optimizer: its attributes, its groups and its states.
 _Mapping = MutableMapping[Any, Any]

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from impl._names import describe_names
 from impl.amp._gradients import named_params
 from impl.optim._fused_updates import Served
-from impl.optim._refusals import describe_names
 
 
 class ParameterExplanation(NamedTuple):

@@ -34,7 +34,7 @@ from impl.nn.utils._dtensors import local_value
 from impl.nn.utils.clip_grad import get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer, step_by, updates_of
 from impl.optim._list_cache import same
-from impl.optim._param_groups import params_of
+from impl.optim._optimizers import params_of
 from impl.optim._param_norms import ParamNorms, UpdateMeter, UpdateNorms
 from impl.optim._shards import (
     UNSHARDED,

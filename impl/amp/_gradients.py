@@ -31,7 +31,7 @@ from impl.kernels import (
     recognize_layout,
 )
 from impl.optim._mesh_placements import mesh_placements
-from impl.optim._param_groups import params_of
+from impl.optim._optimizers import params_of
 from impl.optim._shards import all_reduce_max_, local_part, local_parts
 
 

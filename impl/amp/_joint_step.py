@@ -26,7 +26,7 @@ from impl.optim._fused_updates import (
     step_by,
     updates_of,
 )
-from impl.optim._param_groups import params_of
+from impl.optim._optimizers import params_of
 from impl.optim._param_norms import join_norms
 from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, redistribute_like
 from impl.optim._step_checks import check_step

@@ -16,8 +16,7 @@ from impl.amp._microbatch import SkippedMicrobatch
 from impl.amp._named_norms import named_norms, named_ratios
 from impl.amp._opt_state import KeptResults
 from impl.kernels import to_device
-from impl.optim._param_groups import params_of
-from impl.optim._refusals import check_has_param_groups
+from impl.optim._optimizers import check_has_param_groups, params_of
 
 _Optimizer = torch.optim.Optimizer
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl import kernels
+from impl._names import describe_names
 from impl.amp import _fused_step, _gradients, _loss_scale
 from impl.amp._availability import amp_definitely_not_available, warn_of_missing_cuda
 from impl.amp._aware_optimizers import amp_attributes, takes_scaler, warn_of_scaler_as_argument
@@ -38,8 +39,7 @@ from impl.amp._overlapped_step import OverlappedStep
 from impl.amp._step_reports import StepReports
 from impl.kernels import to_device
 from impl.optim._fused_updates import rule_of
-from impl.optim._param_groups import params_of
-from impl.optim._refusals import check_has_param_groups, describe_names, optimizers_in
+from impl.optim._optimizers import check_has_param_groups, optimizers_in, params_of
 from impl.optim._shards import Norms, member_groups
 from impl.optim._step_checks import check_step
 from impl.optim._updates_ahead import UpdatesAhead

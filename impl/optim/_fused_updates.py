@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from impl._names import optimizer_name
 from impl.kernels import (
     KERNEL_DTYPES,
     NARROW_STATES,
@@ -38,7 +39,6 @@ from impl.optim._joined_buckets import JoinedBucket, JoinedBuckets
 from impl.optim._list_cache import Bucket, ListCache
 from impl.optim._param_norms import UpdateMeter
 from impl.optim._prepared_updates import Prepared, PreparedShards
-from impl.optim._refusals import optimizer_name
 from impl.optim._shards import is_distributed, local_part, local_parts
 from impl.optim._step_checks import call_between_hooks, has_step_pre_hooks
 from impl.optim._updates_ahead import UpdatesAhead

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_scalar_dtype
 
-from impl.optim._refusals import optimizer_name
+from impl._names import optimizer_name
 
 Implementation = Literal["fused", "foreach", "single"]
 

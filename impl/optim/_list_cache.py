@@ -39,9 +39,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from impl._names import optimizer_name
 from impl.kernels import has_nested, tensor_guards
 from impl.optim._counters import Counters
-from impl.optim._refusals import optimizer_name
 
 _gradient = attrgetter("grad")
 _NONE = repeat(None)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from impl import kernels
 from impl.kernels import ChunkSquares, HostCopy, Parameters, Rule, TensorList, UpdateAhead, UpdateBackend
 from impl.optim._held_gradients import ShardedHolder, holders_of_any
-from impl.optim._param_groups import params_of
+from impl.optim._optimizers import params_of
 from impl.optim._shards import UNSHARDED, Sharding, local_part, shardings_of
 from impl.optim._step_checks import register_step_check
 

@@ -27,7 +27,7 @@ from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
 from impl.optim._list_cache import GroupLists, ListCache, plain_init_group, reason_not_cacheable
 from impl.optim._local_lists import has_local_update, local_lists
-from impl.optim._refusals import check_is_optimizer
+from impl.optim._optimizers import check_is_optimizer
 
 # After lists have changed in _RESTLESS consecutive steps, caching does not pay: the next _PAUSE steps are eager.
 _RESTLESS, _PAUSE = 4, 16

@@ -23,8 +23,7 @@ from impl.amp._opt_state import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
 from impl.kernels import to_device
 from impl.optim._fused_updates import has_fused_update
-from impl.optim._param_groups import params_of
-from impl.optim._refusals import optimizers_in
+from impl.optim._optimizers import optimizers_in, params_of
 from impl.optim._shards import UNSHARDED, Norms, shardings_of
 
 if TYPE_CHECKING:

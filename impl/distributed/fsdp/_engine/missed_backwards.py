@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from impl._names import describe_names
 from impl.distributed.fsdp._params.user_warnings import warn_user
-from impl.optim._param_groups import params_of
-from impl.optim._refusals import describe_names
+from impl.optim._optimizers import params_of
 from impl.optim._step_checks import register_step_check
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from impl._names import describe_names
 from impl.distributed.fsdp._layout.sharded_param import name_of_sharded, sharded_param_of
 from impl.distributed.fsdp._params.param_registration import owner_of_replaced
-from impl.optim._param_groups import params_of
-from impl.optim._refusals import describe_names
+from impl.optim._optimizers import params_of
 from impl.optim._shards import register_sharded_parameters
 from impl.optim._step_checks import register_step_check
 

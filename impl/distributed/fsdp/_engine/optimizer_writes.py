@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.optim._param_groups import params_of
+from impl.optim._optimizers import params_of
 from impl.optim._step_checks import register_after_step, register_step_check
 
 _tracked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # tracked parameters by id

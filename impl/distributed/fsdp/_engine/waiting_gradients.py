@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from impl._names import describe_names
 from impl.distributed.fsdp._params.param_group import ParamGroup
 from impl.kernels import dynamo_disable
-from impl.optim._param_groups import params_of
-from impl.optim._refusals import describe_names
+from impl.optim._optimizers import params_of
 from impl.optim._shards import local_part
 from impl.optim._step_checks import CheckingHook
 

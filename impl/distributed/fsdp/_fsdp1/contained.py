@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from impl._names import describe_names
 from impl.distributed.fsdp._engine.phase import BACKWARDS, Phase
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._params.managed import clean_name
-from impl.optim._refusals import describe_names
 
 
 def watch_contained(unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> list[RemovableHandle]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from impl._names import describe_names
 from impl.distributed.fsdp._fully_shard.module_state import MIXED_TENSORS, state_of
-from impl.optim._refusals import describe_names
 
 
 def add_cure(module: nn.Module, error: BaseException) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from impl._names import describe_names
 from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Phase
 from impl.distributed.fsdp._engine.root import Root, StepSettings
 from impl.distributed.fsdp._engine.unit import Unit
@@ -28,7 +29,6 @@ from impl.distributed.fsdp._params.param_registration import ParamLocation
 from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
 from impl.distributed.fsdp._params.user_warnings import warn_user
 from impl.kernels import dynamo_disable
-from impl.optim._refusals import describe_names
 
 _STATE = "_tandem_fsdp_state"  # attribute of a module
 MIXED_TENSORS = "mixed torch.Tensor and DTensor"  # text in errors of DTensors

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from impl._names import describe_names
 from impl.distributed.fsdp._comm.choosing import fills_rows
 from impl.distributed.fsdp._comm.collectives import Reduction
 from impl.distributed.fsdp._comm.groups import Groups
@@ -32,7 +33,6 @@ from impl.distributed.fsdp._params.param_registration import ParamInfo, ParamLoc
 from impl.distributed.fsdp._params.policies import OffloadPolicy, ParamPrecision, offloads, pins
 from impl.distributed.fsdp._params.user_warnings import warn_user
 from impl.kernels import to_device
-from impl.optim._refusals import describe_names
 
 
 class DTensorGroup:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from impl._names import describe_names
 from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp._params.param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._params.tensor_parallel import (
@@ -20,7 +21,6 @@ from impl.distributed.fsdp._params.tensor_parallel import (
     local_parameter,
     parallel_layout,
 )
-from impl.optim._refusals import describe_names
 
 # Prefixes that wrappers add to names. The second one comes from activation checkpointing.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from impl._names import describe_names
 from impl.distributed.fsdp._comm.collectives import Reduction, all_gather_into, all_gather_rows
 from impl.distributed.fsdp._comm.desync.monitor import GATHERED, GATHERED_AGAIN, WITHOUT
 from impl.distributed.fsdp._comm.groups import Groups
@@ -22,7 +23,6 @@ from impl.distributed.fsdp._params.param_registration import ParamInfo
 from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import no_grad_fast
 from impl.optim._held_gradients import HeldGradients
-from impl.optim._refusals import describe_names
 
 ViewsOf = Callable[[Tensor], list[Tensor]]
 # Returns memory for a reduction, and the layout's views of it. Called with the number of elements, dtype and `ViewsOf`.

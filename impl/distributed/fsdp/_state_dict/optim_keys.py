@@ -16,7 +16,7 @@ from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._params.managed import clean_name
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution
-from impl.optim._param_groups import params_of
+from impl.optim._optimizers import params_of
 
 Key = int | str
 StateDict = dict[str, Any]

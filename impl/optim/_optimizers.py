@@ -1,6 +1,5 @@
-"""Checks that an argument is an optimizer, and names in messages."""
+"""Optimizers that a caller passes: checks, and their parameters."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -34,16 +33,11 @@ def optimizers_in(argument: object) -> list[Any]:
     return optimizers
 
 
-def optimizer_name(cls: type[Optimizer]) -> str:
-    """Return the class name, with its module unless the class is torch's."""
-    is_torchs = f"{cls.__module__}.".startswith("torch.optim.")
-    return cls.__name__ if is_torchs else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def describe_names(names: Sequence[str], most: int = 4) -> str:
-    """Return the first `most` names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+def params_of(*optimizers: Optimizer) -> list[Any]:
+    """Return the parameters of all groups of all optimizers, in order."""
+    return [
+        param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+    ]
 
 
 def _describe(argument: object) -> str:
