@@ -2,10 +2,9 @@
 
 A graph holds addresses and numbers as constants. Learning rate, `grad_scale` and `found_inf` are read from its
 settings, tensors that are filled before each replay (the learning rate only if it has changed). Everything else is
-compared in
-every step: addresses, shapes and strides of parameters, gradients and states; the group's other values; whether there
-are `grad_scale` and `found_inf`; and the stream, to which the settings' memory belongs. torch's fused operators only
-read the learning rate from a tensor, so another beta or weight decay needs another graph.
+compared in every step: addresses, shapes and strides of parameters, gradients and states; the group's other values;
+whether there are `grad_scale` and `found_inf`; and the stream, to which the settings' memory belongs. torch's fused
+operators only read the learning rate from a tensor, so another beta or weight decay needs another graph.
 
 A step after a change runs the same operators eagerly, which is also the warm-up for a capture. The graph is captured if
 nothing has changed since then, and replayed at once, because a capture runs nothing. So addresses that change in every
