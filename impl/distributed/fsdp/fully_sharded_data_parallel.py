@@ -206,7 +206,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         mark_managed(module, self._ignored, managed)
         self._fsdp_wrapped_module = module
         for name, handle in self._named_handles():
-            handle.register_flat_param(self.module, name)
+            handle.registration.set_flat_param_place(self.module, name)
         self._root = None
         self._buffer_casts: Buffers | None = None  # buffers of the root, on the outermost wrapper
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None

@@ -140,7 +140,7 @@ class _SummonedHandle:
             self._shown_buffer = torch.empty_like(unsharded.flat, device="cpu").copy_(unsharded.flat)
         self._shard_versions = handle.versions
         self._views = handle.views_of(self._shown_buffer)
-        handle.register_unsharded_params(self._views)
+        handle.registration.register_unsharded_params(self._views)
         self._first_versions = self._versions = self._versions_now()
         if grads is not None:
             self._set_unsharded_grads(grads)
@@ -163,9 +163,9 @@ class _SummonedHandle:
         handle = self._handle
         if self._aside is None:
             self._take_in()
-            self._aside = dict(handle.registered())
+            self._aside = dict(handle.registration.registered())
             if not handle.use_orig_params:
-                handle.restore_flat_param()
+                handle.registration.restore_flat_param()
             unsharded = handle.unsharded(dtype)
             if unsharded.flat.data_ptr() != self._shown_buffer.data_ptr():
                 unsharded.allocate()
@@ -180,7 +180,7 @@ class _SummonedHandle:
         self._handle.use_sharded_views()
         shown = [cast("Tensor", self._aside[index]) for index in range(len(self._aside))]
         self._aside = None
-        self._handle.register_again(shown)
+        self._handle.registration.register_again(shown)
 
     def end(self) -> None:
         # A failed backward inside has left its views in the modules, perhaps in a lower precision.
@@ -199,7 +199,7 @@ class _SummonedHandle:
         if handle.use_orig_params:
             handle.point_params_into_shard()
         else:
-            handle.restore_flat_param()
+            handle.registration.restore_flat_param()
         handle.use_sharded_views()
         if self._grad_shard is not None:
             handle.gradients.show(self._grad_shard)
@@ -214,7 +214,9 @@ class _SummonedHandle:
             parameter.grad = shown[index] if parameter.requires_grad else None
 
     def _registered(self) -> list[tuple[int, Tensor]]:
-        return [(index, shown) for index, shown in self._handle.registered() if shown is not None]
+        return [
+            (index, shown) for index, shown in self._handle.registration.registered() if shown is not None
+        ]
 
     def _gather_grads(self) -> Tensor | None:
         """Return the unsharded gradients [padded_numel], or None if no rank has any. Missing gradients are zeros."""

@@ -1,22 +1,30 @@
-"""Layout of FullyShardedDataParallel: a group is one flat parameter, gathered and reduced as one buffer."""
+"""Layout of FullyShardedDataParallel: a group is one flat parameter, gathered and reduced as one buffer.
+
+The *unsharded buffer* is storage for all elements. Unsharding fills it, resharding frees it. Its *views* are the
+tensors that the forward computes with. They are created once and share its storage as long as the unit lives, so
+neither unsharding nor resharding touches a parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from impl.distributed.fsdp._comm.collectives import Reduction, all_gathered
 from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.cast_shards import CastShards, ShardVersions
+from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
 from impl.distributed.fsdp._layout.flat_gradients import GradientShard
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
+from impl.distributed.fsdp._layout.flat_registration import FlatRegistration
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_elements, layout_of
 from impl.distributed.fsdp._params.config import Config
 from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe_dtypes, sharding_groups
-from impl.distributed.fsdp._params.param_registration import ManagedParam
+from impl.distributed.fsdp._params.param_registration import ManagedParam, ShardedPlaceholder
 from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import copy_into_, to_device
 
@@ -38,24 +46,17 @@ class FlatParamGroup(FlatParamHandle):
         config: Config,
         device: torch.device,
     ) -> None:
-        mixed = config.precision
-        self.shard_casts = CastShards()
-        super().__init__(
-            managed,
-            layout,
-            groups.shard_rank,
-            compute_dtype=mixed.param_dtype,
-            reduce_dtype=mixed.reduce_dtype,
-            device=device,
-            offloads=config.offloads,
-            use_orig_params=config.use_orig_params,
-        )
+        super().__init__(managed, layout, groups.shard_rank, config, device)
         self.groups = groups
         self.reduction = Reduction(groups, self._sharded_with)
-        self.gradients = GradientShard(self, mixed.keep_low_precision_grads)
+        self.gradients = GradientShard(self, config.precision.keep_low_precision_grads)
+        self.registration = FlatRegistration(self)
+        self.shard_casts = CastShards()
         self.syncs = True
         self.names = [slot.name for slot in layout.slots]
         self._config = config
+        self._unsharded: dict[torch.dtype, UnshardedBuffer] = {}
+        self.refresh()
 
     def _sharded_with(self) -> str:
         return ", ".join(describe_dtypes(self))
@@ -69,9 +70,6 @@ class FlatParamGroup(FlatParamHandle):
         if not awaits_backward:
             return False
         return is_outermost or not self._config.frees_after_forward or not self.is_sharded
-
-    def show_kept(self) -> None:
-        self.use_sharded_views()
 
     def discard_post_forward_shards(self) -> None:
         """Do nothing, because flat parameters have no larger shards for backward."""
@@ -106,6 +104,136 @@ class FlatParamGroup(FlatParamHandle):
         for groups, grad in zip(groups_of_params, grads, strict=True):
             yield groups, [] if grad is None else [grad]
 
+    # Changes by the user
+
+    def refresh(self) -> None:
+        """Update addresses and views after the shard was created, moved or cast."""
+        self.pin()
+        if self.flat_param.data_ptr() != self._address or self.flat_param.is_meta:
+            for unsharded in self._unsharded.values():
+                unsharded.is_invalidated = True
+            self._unsharded.clear()
+        self._address, self._known_dtype = self.flat_param.data_ptr(), self.dtype
+        if self.use_orig_params:
+            self.point_params_into_shard()
+            self.registration.sharded_views = [*self.parameters]
+        else:
+            pairs = zip(self.unsharded(self.compute_dtype).views, self.names, strict=True)
+            self.registration.sharded_views = [ShardedPlaceholder.of(view, name) for view, name in pairs]
+        self.use_sharded_views()
+        self.shard_casts.forget()
+
+    @contextmanager
+    def changing_flat_param(self, change: Callable[[Tensor], Tensor]) -> Generator[None]:
+        """Context manager in which only `flat_param` is registered, and may be moved or cast.
+
+        Raises:
+            NotImplementedError: original parameters, which stay the same objects, would move to the meta device.
+        """
+        if self.use_orig_params and change(self.flat_param.new_empty(0)).is_meta:
+            raise NotImplementedError(
+                f"{self.names[0]} stays the same object, since use_orig_params is set, and so cannot be "
+                "moved to the meta device; wrap the module without use_orig_params, or delete it"
+            )
+        with ExitStack() as stack:
+            stack.callback(self.refresh)
+            if self.use_orig_params:
+                stack.enter_context(self.registration.showing_flat_param(self.flat_param))
+            stack.callback(self.registration.follow_replacement)
+            yield
+
+    def write_back_changes(self) -> bool:
+        """Copy tensors that the user assigned to a parameter or to its data into the shard.
+
+        Return whether there were any.
+
+        Raises:
+            RuntimeError: a tensor has another shape than this rank's piece, or is not a parameter.
+        """
+        has_new_params = self.registration.take_new_parameters()
+        if not has_new_params and not self.has_moved():
+            return False
+        self._adopt(self.changed_shard())
+        if self.use_orig_params:
+            self.point_params_into_shard()
+            self.registration.sharded_views = [*self.parameters]
+        return True
+
+    def _adopt(self, shard: Tensor) -> None:
+        """Use another shard. Keep the memory of the previous shard unchanged, because the user may assign it again."""
+        self.flat_param.data = shard
+        self.pin()
+        # A change of memory does not increment the version by itself.
+        torch.autograd.graph.increment_version(self.flat_param)
+        if self.dtype is not self._known_dtype:
+            self.refresh()
+            return
+        self._address = self.flat_param.data_ptr()
+        for unsharded in self._unsharded.values():
+            if unsharded.aliases_shard:
+                unsharded.alias(self.flat_param.data)
+
+    def ignore_writes_since(self, versions: list[int]) -> None:
+        """Ignore writes to the user's own parameters since `versions`, because they did not change the shard."""
+        for unsharded in self._unsharded.values():
+            unsharded.follow_versions(versions, [versions[0], *self.versions[1:]])
+
+    # Unsharded parameters
+
+    def unsharded(self, dtype: torch.dtype) -> UnshardedBuffer:
+        """Return the buffer of a dtype, whether its storage is allocated or not."""
+        buffer = self._unsharded.get(dtype)
+        if buffer is None:
+            shard = self.flat_param.data
+            aliases_shard = not self.is_sharded and dtype is self.dtype and shard.device == self.device
+            with torch.inference_mode(False):  # the views are used for training too
+                buffer = UnshardedBuffer(
+                    self.layout,
+                    self.param_infos,
+                    dtype,
+                    self.device,
+                    over=shard if aliases_shard else None,
+                    shown_sharded=None if self.use_orig_params else self.flat_param,
+                )
+                if self.use_orig_params:
+                    buffer.views = [nn.Parameter(view, requires_grad=False) for view in buffer.views]
+            self._unsharded[dtype] = buffer
+        return buffer
+
+    def is_up_to_date(self, dtype: torch.dtype) -> bool:
+        """Return whether the buffer has the current values of the shard."""
+        unsharded = self.unsharded(dtype)
+        return unsharded.aliases_shard or unsharded.is_filled_from(self.versions)
+
+    def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
+        unsharded = self.unsharded(dtype)
+        if unsharded.aliases_shard:
+            unsharded.fill_from(self.versions)
+        unsharded.set_requires_grad([p.requires_grad for p in self.stepped])
+        self.registration.use_unsharded_views(unsharded)
+        return unsharded
+
+    def use_sharded_views(self, *, after_forward: bool = False) -> None:
+        del after_forward
+        self.registration.use_sharded_views()
+
+    def show_kept(self) -> None:
+        self.use_sharded_views()
+
+    def swap_unsharded(
+        self, other: dict[torch.dtype, UnshardedBuffer] | None
+    ) -> dict[torch.dtype, UnshardedBuffer]:
+        previous = {dtype: buffer for dtype, buffer in self._unsharded.items() if not buffer.aliases_shard}
+        aliases = {dtype: buffer for dtype, buffer in self._unsharded.items() if buffer.aliases_shard}
+        self._unsharded = aliases | (other or {})
+        return previous
+
+    def free(self) -> None:
+        for unsharded in self._unsharded.values():
+            unsharded.free()
+
+    # Casts of an offloaded shard
+
     def cast_shards(self, params: Collection[int]) -> dict[int, Tensor]:
         is_narrower = self.compute_dtype.itemsize < self.dtype.itemsize
         is_stepped = any(id(param) in params for param in self.stepped)
@@ -120,10 +248,6 @@ class FlatParamGroup(FlatParamHandle):
         written = (index for index, param in enumerate(self.stepped) if id(param) in params)
         self.shard_casts.record(written, self._shard_versions())
 
-    def refresh(self) -> None:
-        super().refresh()
-        self.shard_casts.forget()
-
     def _shard_versions(self) -> ShardVersions:
         flat, address = self.flat_param._version, self.flat_param.data_ptr()
         return ShardVersions(self.stepped, [(flat, address, param._version) for param in self.stepped])
@@ -135,6 +259,8 @@ class FlatParamGroup(FlatParamHandle):
             return None
         is_complete = all(index in current for index, param in enumerate(self.stepped) if param.numel())
         return self.shard_casts.tensors[0] if is_complete else None
+
+    # All-gathers
 
     def begin_gather(self, dtype: torch.dtype, *, reads_casts: bool) -> AllGatherRequest | None:
         unsharded = self.unsharded(dtype)

@@ -30,8 +30,8 @@ class UnshardedBuffer:
         param_infos: Sequence[ParamInfo],
         dtype: torch.dtype,
         device: torch.device,
-        over: Tensor | None = None,
-        shown_sharded: FlatParameter | None = None,
+        over: Tensor | None,
+        shown_sharded: FlatParameter | None,
     ) -> None:
         self.aliases_shard = over is not None
         self._slots = layout.slots
@@ -41,7 +41,7 @@ class UnshardedBuffer:
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
         pairs = zip(param_infos, layout.slots, strict=True)
-        self.views = [info.wrap_local(view_into(self.flat, slot)) for info, slot in pairs]
+        self.views: list[Tensor] = [info.wrap_local(view_into(self.flat, slot)) for info, slot in pairs]
         self.flat_param = None if shown_sharded is None else self._flat_param_like(shown_sharded)
         # Gathers write without autograd's knowledge, so any change of these versions was a write to a parameter.
         self._versions = [tensor._version for tensor in self._tensors]

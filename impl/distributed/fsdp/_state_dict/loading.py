@@ -205,7 +205,7 @@ class UnitLoading:
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_sharded(state_dict, prefix)
         for handle in self._unit.param_groups:
-            self._shown.enter_context(handle.registering(stand_ins_for(handle, self)))
+            self._shown.enter_context(handle.registration.showing(stand_ins_for(handle, self)))
         return problems
 
     def end(self) -> None:
@@ -383,7 +383,7 @@ class UnitLoading:
             shape = handle.flat_param.shape
             state_dict[key] = self._stand_in(shape, dtype_of(value), name)
             self._shown.enter_context(
-                handle.registering_flat_param(self._stand_in(shape, handle.dtype, name))
+                handle.registration.showing_flat_param(self._stand_in(shape, handle.dtype, name))
             )
         return problems
 
@@ -434,7 +434,7 @@ class UnitLoading:
         """Copy loaded values into the unsharded parameters inside `summon_full_params`, if this rank has them."""
         if not self._unit.summoned:
             return
-        shown = dict(handle.registered())
+        shown = dict(handle.registration.registered())
         for index, values in loaded.items():
             target = shown[index]
             assert target is not None
@@ -446,7 +446,10 @@ class PlainStates:
 
     def __init__(self, root: nn.Module, units: Sequence[Unit[FlatParamGroup]]) -> None:
         summoned = {
-            shown for unit in units for handle in unit.param_groups for _, shown in handle.registered()
+            shown
+            for unit in units
+            for handle in unit.param_groups
+            for _, shown in handle.registration.registered()
         }
         self._tensors: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
         self._extras: list[tuple[nn.Module, Any]] = []
@@ -480,7 +483,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 def _loaded_values(handle: FlatParamGroup) -> list[Any]:
     """Return the value to load for each parameter: that of its stand-in, or one that was assigned instead."""
     values: list[Any] = [None] * len(handle.layout.slots)
-    for index, shown in handle.registered():
+    for index, shown in handle.registration.registered():
         source = shown.source if isinstance(shown, StandIn) else shown
         if source is not None:
             values[index] = source

@@ -81,9 +81,9 @@ class StateDictSaving:
         write_back_and_reshard(self._unit, self._kind)
         for handle in self._unit.param_groups:
             if self._kind is not StateDictType.LOCAL_STATE_DICT:
-                self._shown.enter_context(handle.registering(self._values_of(handle)))
+                self._shown.enter_context(handle.registration.showing(self._values_of(handle)))
             elif handle.use_orig_params:
-                self._shown.enter_context(handle.registering(stand_ins_for(handle, self)))
+                self._shown.enter_context(handle.registration.showing(stand_ins_for(handle, self)))
 
     def abandon(self) -> None:
         """Register what the modules had before."""
@@ -248,7 +248,7 @@ def write_back_and_reshard(unit: Unit[FlatParamGroup], kind: StateDictType) -> N
 
 def _summoned_tensors(handle: FlatParamGroup) -> list[Tensor]:
     """Return the unsharded parameters that the user sees and may have written to; local tensors for DTensors."""
-    registered = dict(handle.registered())
+    registered = dict(handle.registration.registered())
     return [local_of(cast("Tensor", registered[index]).detach()) for index in range(len(handle.layout.slots))]
 
 
