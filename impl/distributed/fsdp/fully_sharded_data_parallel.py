@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._comm.groups import HYBRID, effective_strategy, groups_for, process_groups_for
+from impl.distributed.fsdp._comm.groups import (
+    HYBRID,
+    choose_process_groups,
+    effective_strategy,
+    groups_from_strategy,
+)
 from impl.distributed.fsdp._engine.phase import FORWARDS, SHOWN, Phase, TrainingState, not_idle
 from impl.distributed.fsdp._engine.root import Root
 from impl.distributed.fsdp._engine.unit import Unit
@@ -164,7 +169,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         if not use_orig_params:
             check_hooks(named_params, self._ignored)
         device_type = device_type_for(module, self._ignored, device_id)
-        groups = groups_for(
+        groups = choose_process_groups(
             process_group, sharding_strategy, auto_wrap_policy is not None, device_mesh, device_type
         )
         if auto_wrap_policy is not None:
@@ -178,7 +183,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 wrapper_kwargs=config.arguments
                 | {"process_group": in_groups, "ignored_states": self._ignored.parameters},
             )
-        self.process_group, self._inter_node_pg = groups
+        self.process_group, _ = groups
         self.rank = self.process_group.rank()
         self.world_size = self.process_group.size()
         self.sharding_strategy = effective_strategy(sharding_strategy, self.world_size)
@@ -194,9 +199,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             module, self._ignored, device_id, device_type, param_init_fn, self.rank, FullyShardedDataParallel
         )
         managed = managed_params_of(module, self._ignored, materialized(_left_to_ancestor))
-        self._groups = process_groups_for(
-            self.sharding_strategy, *groups, parallel=parallel_groups_of(managed)
-        )
+        self._groups = groups_from_strategy(self.sharding_strategy, *groups, parallel_groups_of(managed))
         if sync_module_states:
             outward_in = [group for group in reversed(groups) if group is not None]
             broadcast_states(module, managed, outward_in)

@@ -81,11 +81,11 @@ def predivide_factor(size: float) -> float:
     return float(factor)
 
 
-def process_groups_for(
+def groups_from_strategy(
     strategy: ShardingStrategy,
     group: dist.ProcessGroup,
     between: dist.ProcessGroup | None,
-    parallel: tuple[dist.ProcessGroup, ...] = (),
+    parallel: tuple[dist.ProcessGroup, ...],
 ) -> Groups:
     """Return the groups that a unit shards and replicates over. Groups of one rank are left out.
 
@@ -119,7 +119,7 @@ def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> Sh
     return strategy or ShardingStrategy.FULL_SHARD
 
 
-def groups_for(
+def choose_process_groups(
     process_group: Any,
     strategy: ShardingStrategy | None,
     has_policy: bool,

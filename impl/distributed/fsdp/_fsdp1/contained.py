@@ -48,10 +48,8 @@ class _Entry:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return (
-                # Dynamo compiles the unit's own forward, and would guard a read of its phase.
-                None
-            )
+            # Dynamo compiles the unit's own forward, and would guard a read of its phase.
+            return None
         unit = self._unit()
         if unit is not None and unit.phase in BACKWARDS:
             unit.root.handle_failed_backward()

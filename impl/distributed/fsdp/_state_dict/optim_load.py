@@ -241,11 +241,11 @@ class OptimStateLoading:
         """Return a copy of a value that is not sharded here. Broadcast it if only the first rank has it."""
         if isinstance(description, TensorMeta):
             # A broadcast sends elements in the order of memory, so every rank needs the same memory layout.
-            copy = torch.empty(description.shape, dtype=description.dtype, device=self._device)
+            received = torch.empty(description.shape, dtype=description.dtype, device=self._device)
             if isinstance(value, Tensor):
-                copy.copy_(value.detach())
-            dist.broadcast(copy, group=self._group, group_src=0)
-            return copy if parameter is None else _with_layout_of(parameter, copy)
+                received.copy_(value.detach())
+            dist.broadcast(received, group=self._group, group_src=0)
+            return received if parameter is None else _with_layout_of(parameter, received)
         return own_copy(full_tensor_of(value, self._device)) if isinstance(value, Tensor) else value
 
 

@@ -147,7 +147,7 @@ def load(
         with _explain_dcp_errors("read a checkpoint"):
             dcp.load(
                 expected,
-                storage_reader=_PlannerWithMetadata(reader.path, metadata),
+                storage_reader=_ReaderWithMetadata(reader.path, metadata),
                 planner=LoadPlanner(flatten_state_dict=False),
                 process_group=group,
             )
@@ -223,7 +223,7 @@ def _load_optimizer(model: nn.Module, optimizer: Optimizer, state: _Entries, gro
 # Contents to read
 
 
-class _PlannerWithMetadata(Reader):
+class _ReaderWithMetadata(Reader):
     """Reader that has read the metadata, which DCP requests on every rank."""
 
     def __init__(self, path: str | os.PathLike[str], metadata: Metadata) -> None:
