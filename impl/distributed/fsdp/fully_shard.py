@@ -543,7 +543,7 @@ class FSDPModule(_BaseForTypeCheckers):
         if root is not None:
             root.handle_failed_backward()
         super().zero_grad(*args, **kwargs)
-        unsharded = [group for group in self._groups(recurse=True) if group.is_shown]
+        unsharded = [group for group in self._groups(recurse=True) if group.uses_unsharded_views]
         params = [param.sharded for group in unsharded for param in group.params]
         nn.ParameterList(params).zero_grad(*args, **kwargs)
 

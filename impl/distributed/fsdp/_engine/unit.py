@@ -376,7 +376,7 @@ class Unit(UnitParams[Group_co]):
         elif self.is_prefetched or self._is_freed_in_backward():
             self.reshard()  # prefetched, but not needed
         for group in self.param_groups:
-            if group.syncs and group.gradients.has_unreduced():
+            if group.syncs and group.gradients.update_unreduced():
                 reduce_gradients(self, group, [None] * len(group.names))
         self.awaits_reduction = not all(group.syncs for group in self.param_groups)
         self._forget_backward()

@@ -306,7 +306,7 @@ class UnitParams(Generic[Group_co]):
     def check_unchanged(self) -> None:
         """Raise if the forward changed a view in place. The next gather would overwrite the change."""
         for unsharded in self._in_graph if self._gathered is not None else ():
-            if (name := unsharded.changed()) is not None:
+            if (name := unsharded.take_written()) is not None:
                 self.reshard()
                 raise RuntimeError(
                     f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "

@@ -162,7 +162,7 @@ class ModuleState:
         """Register the shards in the modules. Keep gathered parameters that were not used yet."""
         unit = self.unit
         if unit.is_unsharded:
-            if any(group.is_shown for group in self.groups):
+            if any(group.uses_unsharded_views for group in self.groups):
                 unit.reshard()
             else:
                 unit.wait_for_gather()

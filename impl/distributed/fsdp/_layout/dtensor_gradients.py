@@ -75,7 +75,7 @@ class DTensorGradients:
     def exist_on_any_rank(self) -> bool:
         return any(param.sharded.grad is not None for param in self._group.params)
 
-    def has_unreduced(self) -> bool:
+    def update_unreduced(self) -> bool:
         waits = any(grad is not None for grad in (*self._unreduced, *self._before_microbatch))
         return waits or self.must_reduce_zeros() or self._must_reduce_partial()
 

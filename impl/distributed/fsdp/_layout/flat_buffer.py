@@ -156,7 +156,7 @@ class UnshardedBuffer:
         parts = [view_into(flat_grad.contiguous(), slot) for slot in self._slots]
         return [part if grad is None else grad + part for grad, part in zip(grads, parts, strict=True)]
 
-    def changed(self) -> str | None:
+    def take_written(self) -> str | None:
         """Return the name of a tensor that was written to since the last call, or None."""
         if self.aliases_shard:
             return None

@@ -77,8 +77,11 @@ class GradientShard:
         trained = [parameter.requires_grad for parameter in handle.parameters]
         return self._was_shown and not handle.layout.is_on_every_rank(compress(handle.layout.slots, trained))
 
-    def has_unreduced(self) -> bool:
-        """Return whether gradients of earlier backwards without synchronisation are still unreduced."""
+    def update_unreduced(self) -> bool:
+        """Apply the user's changes to gradients of earlier backwards that are still unreduced.
+
+        Return whether there are any.
+        """
         if self._unreduced is not None:
             self.begin_backward()
         return self._unreduced is not None or self._before_microbatch is not None

@@ -90,7 +90,7 @@ def aligned_elements(itemsize: int) -> int:
 
 
 def layout_of(
-    named_shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]], world: int, alignment: int = 1
+    named_shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]], world: int, alignment: int
 ) -> FlatLayout:
     """Return the layout of consecutive parameters, given as (name, shape, stride), for `world` ranks.
 

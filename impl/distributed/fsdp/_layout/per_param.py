@@ -56,7 +56,7 @@ class DTensorGroup:
         options: GroupOptions,
         device: torch.device,
         offload_policy: OffloadPolicy,
-        backward_mesh: DeviceMesh | None = None,
+        backward_mesh: DeviceMesh | None,
     ) -> None:
         self.params = list(params)
         self.groups = groups
@@ -79,7 +79,7 @@ class DTensorGroup:
         self._substitutes: dict[int, Substitute] = {}  # parameter index -> tensor
         self._rounded: dict[ShardedParam, str] = {}  # masters that were cast and not loaded since
         self._checked = -1  # index of the parameter
-        self.is_shown = False
+        self.uses_unsharded_views = False
         self.pin()
         self.use_sharded_views()
 
@@ -150,7 +150,7 @@ class DTensorGroup:
             self._registration.register(self._own_tensors())
             replaced = []
         self._record_substitutes(replaced)
-        if self.is_shown or self._post_forward_shards:
+        if self.uses_unsharded_views or self._post_forward_shards:
             return False
         was_changed = False
         for index, tensor in replaced:
@@ -169,9 +169,9 @@ class DTensorGroup:
         if runs_backward():
             return
         self._checked = (self._checked + 1) % len(self.params)
-        if not self.params[self._checked].has_assigned_data():
+        if not self.params[self._checked].take_assigned_data():
             return
-        others = [param for param in self.params if param.has_assigned_data()]
+        others = [param for param in self.params if param.take_assigned_data()]
         names = [param.name for param in (self.params[self._checked], *others)]
         warn_user(
             f"the .data of {describe_names(names)} was assigned, which does not change the values of a DTensor; use "
@@ -197,7 +197,7 @@ class DTensorGroup:
 
     def _own_tensors(self) -> Sequence[nn.Parameter]:
         """Return the tensors that modules have now unless the user replaced them."""
-        if not self.is_shown:
+        if not self.uses_unsharded_views:
             return self._post_forward_params or self.stepped
         assert self.unsharded_params is not None
         return self.unsharded_params.views
@@ -205,7 +205,7 @@ class DTensorGroup:
     def _has_views_put_back(self, replaced: Iterable[tuple[int, Tensor | None]]) -> bool:
         """Return whether functional_call began while the group was unsharded, and ended after it was resharded."""
         unsharded = self.unsharded_params
-        if self.is_shown or unsharded is None:
+        if self.uses_unsharded_views or unsharded is None:
             return False
         return any(tensor is unsharded.views[index] for index, tensor in replaced)
 
@@ -213,7 +213,7 @@ class DTensorGroup:
         before, self._substitutes = self._substitutes, {}
         for index, tensor in replaced:
             # A parameter instead of a sharded one is assigned, and stays.
-            if tensor is None or (isinstance(tensor, nn.Parameter) and not self.is_shown):
+            if tensor is None or (isinstance(tensor, nn.Parameter) and not self.uses_unsharded_views):
                 continue
             # Several units may unshard this group in one forward.
             if index in before and tensor is before[index].unsharded:
@@ -429,9 +429,9 @@ class DTensorGroup:
         unsharded = self.unsharded_params or self.unsharded(dtype)
         unsharded.share_requires_grad(self._post_forward_params)
         unsharded.record_trainable()
-        if not self.is_shown or self._substitutes:
+        if not self.uses_unsharded_views or self._substitutes:
             self._registration.register(self._unsharded_tensors(unsharded.views))
-            self.is_shown = True
+            self.uses_unsharded_views = True
             self._post_forward_shards, self._post_forward_params = [], []
         return unsharded
 
@@ -470,7 +470,7 @@ class DTensorGroup:
                 param.post_forward_param(shard, self._backward_mesh)
                 for param, shard in zip(self.params, shards, strict=True)
             ]
-        self.is_shown = False
+        self.uses_unsharded_views = False
         self._registration.register(self._with_substitutes(self._own_tensors()))
 
     def _new_post_forward_shards(self) -> list[Tensor]:

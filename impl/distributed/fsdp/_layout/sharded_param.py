@@ -172,7 +172,7 @@ class ShardedParam:
         self._storage = self.sharded.untyped_storage()._cdata
         self._shard = weakref.ref(self.sharded._local_tensor)
 
-    def has_assigned_data(self) -> bool:
+    def take_assigned_data(self) -> bool:
         """Return whether the user assigned `.data` since the last call, which does not change the local tensor."""
         # A cast or move of the module gives the parameter another local tensor too.
         if self.sharded.untyped_storage()._cdata == self._storage:

@@ -321,7 +321,7 @@ class UnshardedParams:
             grads = [grad if grad is None or dtype is None else grad.to(dtype) for grad, dtype in pairs]
         return [param.info.local_part(grad) for param, grad in zip(self._params, grads, strict=True)]
 
-    def changed(self) -> None:
+    def take_written(self) -> None:
         """Return None, because changes in place during a forward are the module's own, like in torch."""
 
 

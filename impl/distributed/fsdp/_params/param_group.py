@@ -60,7 +60,7 @@ class Unsharded(Protocol):
         """Return every parameter's gradient and clear `.grad`."""
         ...
 
-    def changed(self) -> str | None:
+    def take_written(self) -> str | None:
         """Return the name of a parameter that was written to since the last call, or None."""
         ...
 
@@ -109,8 +109,11 @@ class Gradients(Protocol):
         """Return whether any rank has gradients to step with."""
         ...
 
-    def has_unreduced(self) -> bool:
-        """Return whether gradients of earlier backwards without synchronisation are still unreduced."""
+    def update_unreduced(self) -> bool:
+        """Apply the user's changes to gradients of earlier backwards that are still unreduced.
+
+        Return whether there are any.
+        """
         ...
 
     def unsynchronized(self) -> Sequence[tuple[str, nn.Parameter]]:
@@ -214,10 +217,6 @@ class ParamGroup(Protocol):
 
     def is_up_to_date(self, dtype: torch.dtype) -> bool:
         """Return whether the unsharded parameters equal the current shards."""
-        ...
-
-    def unsharded(self, dtype: torch.dtype) -> Unsharded:
-        """Return the unsharded parameters in `dtype`, whether their memory is allocated or not."""
         ...
 
     def cast_shards(self, params: Collection[int]) -> dict[int, Tensor]:

@@ -86,9 +86,7 @@ def _place_of(rank: int, device: torch.device, group: dist.ProcessGroup) -> str:
     return place if device.type == "cpu" else f"{place}:{rank % torch.accelerator.device_count()}"
 
 
-def dtensor_of_rows(
-    chunk: Tensor, slot: Slot, mesh: DeviceMesh, layout: ParallelLayout | None = None
-) -> DTensor:
+def dtensor_of_rows(chunk: Tensor, slot: Slot, mesh: DeviceMesh, layout: ParallelLayout | None) -> DTensor:
     """Return a DTensor of a parameter, sharded by rows over the last dimension of `mesh`.
 
     `chunk` has this rank's rows.
