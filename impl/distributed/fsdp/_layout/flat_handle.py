@@ -108,6 +108,11 @@ class FlatParamHandle:
 
     # Positions
 
+    def global_shape(self, index: int) -> torch.Size:
+        """Return the shape of a parameter. If it is a DTensor, its slot has the shape of the local tensor."""
+        parallel = self.param_infos[index].parallel
+        return parallel.shape if parallel else torch.Size(self.layout.slots[index].shape)
+
     def pieces_of(self, flat_shard: Tensor) -> list[Tensor | None]:
         """Split a tensor that is laid out like the shard into each parameter's piece, None if this rank has none."""
         if not self.is_sharded:

@@ -38,6 +38,7 @@ class Piece:
     """Range of one parameter's elements in one rank's shard."""
 
     offset: int  # position of the first element in the shard
+    start: int  # position of the first element in the parameter
     numel: int
 
 
@@ -60,7 +61,7 @@ class FlatLayout:
         """Return the piece that `rank` owns of the parameter, or None if it owns nothing."""
         first = rank * self.shard_numel
         start, stop = max(slot.start, first), min(slot.stop, first + self.shard_numel)
-        return Piece(start - first, stop - start) if start < stop else None
+        return Piece(start - first, start - slot.start, stop - start) if start < stop else None
 
     def is_on_every_rank(self, slots: Iterable[Slot]) -> bool:
         """Return whether every rank owns elements of at least one of these parameters."""

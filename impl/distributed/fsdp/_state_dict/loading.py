@@ -32,7 +32,7 @@ from impl.distributed.fsdp._state_dict.redistribution import (
     Redistribution,
     ShardChunk,
     chunk_of,
-    in_flat_order,
+    elements_of,
 )
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, write_back_and_reshard
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
@@ -228,9 +228,9 @@ class UnitLoading:
         ]
 
     def _expected_source(self, handle: FlatParamGroup, index: int) -> str:
-        slot, parallel = handle.layout.slots[index], handle.param_infos[index].parallel
-        if parallel or self._comes_over_whole_mesh():
-            return f"a DTensor of shape {tuple(parallel.shape if parallel else slot.shape)}"
+        slot = handle.layout.slots[index]
+        if handle.param_infos[index].parallel or self._comes_over_whole_mesh():
+            return f"a DTensor of shape {tuple(handle.global_shape(index))}"
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             chunk = chunk_of(slot, self._wrapper._groups.shard_rank, handle.layout.world)
             return f"a tensor of shape {chunk.shape}"
@@ -307,8 +307,7 @@ class UnitLoading:
                 continue
             value = state_dict[key]
             chunk = chunk_in(value, expected, self._wrapper.rank)
-            slot, parallel = handle.layout.slots[index], handle.param_infos[index].parallel
-            shape = parallel.shape if parallel else torch.Size(slot.shape)
+            slot, shape = handle.layout.slots[index], handle.global_shape(index)
             problem = self._problem_of(value, chunk, slot, shape)
             problems += [f"{prefix}{name}: {problem}"] if problem else []
             dtype = dtype_of(value)
@@ -516,9 +515,5 @@ def _local_part(handle: FlatParamGroup, index: int, source: Tensor) -> Tensor:
 
 def _own_piece(handle: FlatParamGroup, index: int, unsharded: Tensor) -> Tensor | None:
     """Return this rank's piece of an unsharded parameter, [numel of the piece], or None."""
-    slot, piece = handle.layout.slots[index], handle.pieces[index]
-    if piece is None:
-        return None
-    dense = in_flat_order(unsharded.detach(), slot)
-    first = handle.rank * handle.layout.shard_numel + piece.offset - slot.start if handle.is_sharded else 0
-    return dense.as_strided((slot.numel,), (1,)).narrow(0, first, piece.numel)
+    piece = handle.pieces[index]
+    return None if piece is None else elements_of(piece, unsharded.detach(), handle.layout.slots[index])

@@ -18,7 +18,7 @@ from impl.distributed.fsdp._params.tensor_parallel import root_mesh_of
 from impl.distributed.fsdp._state_dict.optim_flat import TensorMeta, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict
 from impl.distributed.fsdp._state_dict.packing import dtype_of, is_part, rows_in, shape_of, unsharded_in
-from impl.distributed.fsdp._state_dict.redistribution import ShardChunk, chunk_of, in_flat_order
+from impl.distributed.fsdp._state_dict.redistribution import ShardChunk, chunk_of, elements_of
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class FlatParamLoad:
                     "which cannot be sharded over the ranks; keep each tensor under its own name"
                 )
         for index, name, value in self._tensors():
-            slot, parallel = self._handle.layout.slots[index], self._handle.param_infos[index].parallel
-            shape = parallel.shape if parallel else torch.Size(slot.shape)
+            shape = self._handle.global_shape(index)
             if shape_of(value) != shape:
                 error = ValueError(
                     "Tensor optimizer state does not have same shape as its parameter: "
@@ -151,11 +150,10 @@ class FlatParamLoad:
         handle = self._handle
         if not handle.is_sharded:
             return unsharded
-        slot, piece = handle.layout.slots[index], handle.pieces[index]
+        piece = handle.pieces[index]
         if piece is None:
             return unsharded.new_empty(0)
-        start = handle.rank * handle.layout.shard_numel + piece.offset - slot.start
-        return in_flat_order(unsharded, slot).as_strided((slot.numel,), (1,)).narrow(0, start, piece.numel)
+        return elements_of(piece, unsharded, handle.layout.slots[index])
 
     def _scatter(self, scatter: Scatter) -> Iterator[tuple[tuple[int, str], Tensor]]:
         """Yield the scattered tensors of a state one after the other, so that only one is communicated at a time."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from impl.distributed.fsdp._comm.group_collectives import all_to_all
 from impl.distributed.fsdp._comm.groups import Groups
-from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
+from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Piece, Slot
 from impl.distributed.fsdp._layout.sharded_param import rows_of
 
 
@@ -55,12 +55,11 @@ def overlaps(layout: FlatLayout, slot: Slot, owner: int, holder: int) -> Iterato
     piece = layout.piece(slot, owner)
     if piece is None:
         return
-    piece_start = owner * layout.shard_numel + piece.offset - slot.start
     passed = 0
     for start, stop in _runs(slot, chunk_of(slot, holder, layout.world)):
-        first, end = max(start, piece_start), min(stop, piece_start + piece.numel)
+        first, end = max(start, piece.start), min(stop, piece.start + piece.numel)
         if first < end:
-            yield Overlap(first - piece_start, passed + first - start, end - first)
+            yield Overlap(first - piece.start, passed + first - start, end - first)
         passed += stop - start
 
 
@@ -240,3 +239,8 @@ def in_flat_order(tensor: Tensor, like: Chunk | Slot) -> Tensor:
         return tensor
     dense = torch.empty_strided(like.shape, like.stride, dtype=tensor.dtype, device=tensor.device)
     return dense.copy_(tensor)
+
+
+def elements_of(piece: Piece, unsharded: Tensor, slot: Slot) -> Tensor:
+    """Return the elements of a piece, 1-D, of a tensor in the shape of the slot."""
+    return in_flat_order(unsharded, slot).as_strided((slot.numel,), (1,)).narrow(0, piece.start, piece.numel)

@@ -96,7 +96,7 @@ def stand_ins_for(handle: FlatParamGroup, owner: object, sources: Sequence[objec
     for index, slot in enumerate(handle.layout.slots):
         parallel = handle.param_infos[index].parallel
         like = torch.empty_strided(
-            parallel.shape if parallel else slot.shape,
+            handle.global_shape(index),
             parallel.stride if parallel else slot.stride,
             dtype=handle.dtype,
             device="meta",
