@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from impl.distributed.fsdp._state_dict.methods import StateDicts, wrappers_in
-from impl.distributed.fsdp._state_dict.optim_flat import OptimSaveOptions
+from impl.distributed.fsdp._state_dict.optim_flat_save import OptimSaveOptions
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType, Source, StateDict, rekey
 from impl.distributed.fsdp._state_dict.optim_load import OptimStateLoading, load_on_all_ranks
 from impl.distributed.fsdp._state_dict.optim_save import collect_state_dict

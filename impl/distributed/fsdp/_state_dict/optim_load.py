@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._state_dict.consensus import gather_reports
-from impl.distributed.fsdp._state_dict.optim_flat import TensorMeta, describe_state_value, own_copy
+from impl.distributed.fsdp._state_dict.optim_flat_load import (
+    FlatParamLoad,
+    Scatter,
+    full_tensor_of,
+    has_rows_per_rank,
+    unsharded_of,
+)
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Key,
     NamedHandle,
@@ -32,13 +38,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     flattened_groups,
     is_stepped_unsharded,
 )
-from impl.distributed.fsdp._state_dict.optim_shard import (
-    FlatParamLoad,
-    Scatter,
-    full_tensor_of,
-    has_rows_per_rank,
-    unsharded_of,
-)
+from impl.distributed.fsdp._state_dict.optim_values import TensorMeta, describe_state_value, own_copy
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 
 

@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._comm.desync.collective_order import allow_saving, named_ranks
 from impl.distributed.fsdp._comm.desync.monitor import GATHERED, OF_STATES
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
-from impl.distributed.fsdp._state_dict.optim_flat import (
-    FlatParamState,
-    OptimSaveOptions,
-    RankStates,
-    describe_state,
-    hides_tensors,
-    offload,
-)
+from impl.distributed.fsdp._state_dict.optim_flat_save import FlatParamState, OptimSaveOptions, RankStates
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Names,
     Source,
@@ -36,6 +29,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     is_stepped_unsharded,
     unflattened_groups,
 )
+from impl.distributed.fsdp._state_dict.optim_values import describe_state, hides_tensors, offload
 
 _Key = tuple[str, ...]
 _CURE = "use sharding_strategy=NO_SHARD with use_orig_params=True for this optimizer"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict, Stepped, is_stepped_unsharded
+from impl.distributed.fsdp._state_dict.optim_values import TensorMeta, describe_state, offload, own_copy
 from impl.distributed.fsdp._state_dict.packing import dtensor_of_rows, sharded_tensor_of_rows
 from impl.distributed.fsdp._state_dict.redistribution import ShardPiece, chunk_of
 
@@ -30,35 +30,12 @@ class OptimSaveOptions:
 
 
 @dataclass(frozen=True)
-class TensorMeta:
-    """A tensor of one dimension or more, without its elements."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class RankStates:
     """Description of a rank's optimizer state for the other ranks."""
 
     rank: int  # global rank
     descriptions: dict[tuple[str, ...], StateDict]
     problems: list[str]
-
-
-def describe_state_value(value: object) -> Any:
-    """Return a value of a state as other ranks need it: the value itself, or shape and dtype of a tensor."""
-    if not isinstance(value, Tensor):
-        return value
-    return TensorMeta(value.shape, value.dtype) if value.dim() else value.detach().cpu()
-
-
-def describe_state(state: StateDict) -> StateDict:
-    return {name: describe_state_value(state[name]) for name in sorted(state)}
-
-
-def offload(state: StateDict) -> StateDict:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 @dataclass(frozen=True)
@@ -281,21 +258,6 @@ class FlatParamState:
         return sharded_tensor_of_rows(
             chunk.cpu() if options.offloads else chunk, slot, over_all, wrapper.process_group
         )
-
-
-def own_copy(value: object) -> Any:
-    """Return a copy of a number or of a container of numbers, because optimizers change them in place."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
-
-
-def hides_tensors(value: object) -> bool:
-    """Return whether a value is a container of tensors other than numbers, which may or may not be sharded."""
-    if isinstance(value, (Tensor, TensorMeta)):
-        return False
-    leaves = tree_leaves(value)
-    return any(
-        isinstance(leaf, TensorMeta) or (isinstance(leaf, Tensor) and leaf.dim() > 0) for leaf in leaves
-    )
 
 
 def _agreed_values(descriptions: dict[int, StateDict]) -> StateDict:

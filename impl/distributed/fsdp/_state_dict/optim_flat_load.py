@@ -1,4 +1,4 @@
-"""Values of a state dict for the parameters of one flat parameter, sharded over the ranks like it."""
+"""Load of saved optimizer states for the parameters of one flat parameter: each rank gets its shards of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_slots import Slot
 from impl.distributed.fsdp._params.tensor_parallel import root_mesh_of
-from impl.distributed.fsdp._state_dict.optim_flat import TensorMeta, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict
+from impl.distributed.fsdp._state_dict.optim_values import TensorMeta, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.packing import dtype_of, is_part, rows_in, shape_of, unsharded_in
 from impl.distributed.fsdp._state_dict.redistribution import ShardChunk, chunk_of, elements_of
 
