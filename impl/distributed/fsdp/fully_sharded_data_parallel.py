@@ -32,6 +32,7 @@ from impl.distributed.fsdp._params.config import Config, ProcessGroups
 from impl.distributed.fsdp._params.managed import (
     check_dtensors,
     check_hooks,
+    clean_name,
     ignored_by,
     managed_params_of,
     mark_managed,
@@ -205,7 +206,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             broadcast_states(module, managed, outward_in)
         param_groups = flat_param_groups(managed, self._groups, config, self.compute_device)
         self._unit = Unit(module, param_groups, config.unit_options)
-        self._begin_state_dicts(module)
+        self._buffer_dtypes = {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
+        self._begin_state_dicts()
         mark_managed(module, self._ignored, managed)
         self._fsdp_wrapped_module = module
         for name, handle in self._named_handles():

@@ -20,19 +20,32 @@ from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._params.managed import is_managed
 from impl.distributed.fsdp._state_dict.consensus import first_problem_on_any_rank
+from impl.distributed.fsdp._state_dict.saving import StateDictSaving
 from impl.distributed.fsdp._state_dict.unit_loading import UnitLoading, is_seen_by_first_rank
-from impl.distributed.fsdp.api import ShardingStrategy, StateDictConfig, StateDictType
+from impl.distributed.fsdp.api import (
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 
-class LoadableWrapper(Wrapper):
+class StateDictWrapper(Wrapper):
+    """Wrapper with the settings of its state dicts, and the walks that save or load it now."""
+
+    _state_dict_settings: StateDictSettings
+    _saving: StateDictSaving | None = None
     _loading: StateDictLoading | None = None
-    _state_dict_type: StateDictType
 
     @property
-    def _kind(self) -> StateDictType:
-        """Type of this unit's state dict, which is always FULL_STATE_DICT without sharding."""
-        is_sharded = self.sharding_strategy is not ShardingStrategy.NO_SHARD
-        return self._state_dict_type if is_sharded else StateDictType.FULL_STATE_DICT
+    def _effective_settings(self) -> StateDictSettings:
+        """Settings of this unit's state dicts, which are always those of FULL_STATE_DICT without sharding."""
+        settings = self._state_dict_settings
+        if self.sharding_strategy is not ShardingStrategy.NO_SHARD:
+            return settings
+        full = StateDictType.FULL_STATE_DICT
+        return StateDictSettings(full, FullStateDictConfig(), settings.optim_state_dict_config)
 
 
 class StateDictLoading:
@@ -43,7 +56,7 @@ class StateDictLoading:
         errors: errors that nn.Module will raise, if an outer module was called.
     """
 
-    def __init__(self, wrappers: Sequence[LoadableWrapper], errors: list[str] | None = None) -> None:
+    def __init__(self, wrappers: Sequence[StateDictWrapper], errors: list[str] | None = None) -> None:
         self.wrappers = list(wrappers)
         self.errors = errors
         self._errors_before = 0 if errors is None else len(errors)
@@ -119,7 +132,8 @@ class StateDictLoading:
         """Return whether the first rank alone has all unsharded parameters, so that it needs no other rank."""
         wrappers = [wrapper for wrapper in self.wrappers if wrapper._unit.param_groups]
         return bool(wrappers) and all(
-            is_seen_by_first_rank(wrapper) and wrapper._kind is StateDictType.FULL_STATE_DICT
+            is_seen_by_first_rank(wrapper)
+            and wrapper._effective_settings.state_dict_type is StateDictType.FULL_STATE_DICT
             for wrapper in wrappers
         )
 

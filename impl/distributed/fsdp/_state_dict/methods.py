@@ -6,12 +6,13 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from impl.distributed.fsdp._params.managed import clean_name
-from impl.distributed.fsdp._state_dict.loading import LoadableWrapper, StateDictLoading
+from impl.distributed.fsdp._state_dict.loading import StateDictLoading, StateDictWrapper
 from impl.distributed.fsdp._state_dict.saving import StateDictSaving
 from impl.distributed.fsdp.api import (
     FullOptimStateDictConfig,
@@ -21,7 +22,6 @@ from impl.distributed.fsdp.api import (
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -45,22 +45,17 @@ _INSTEAD_OF_SAVING = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_sta
 _INSTEAD_OF_LOADING = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict willbe returned."
 
 
-class StateDicts(LoadableWrapper):
+class StateDicts(StateDictWrapper):
     """Saving and loading of the parameters that a unit manages, by hooks around nn.Module's own walk.
 
     So `state_dict` of a module around a FullyShardedDataParallel works too.
     """
 
-    def _begin_state_dicts(self, module: nn.Module) -> None:
-        """Initialize the mixin.
-
-        Call once in the constructor, when `module` has the buffers that it was wrapped with.
-        """
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config: StateDictConfig = FullStateDictConfig()
-        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
-        self._buffer_dtypes = {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
-        self._saving: StateDictSaving | None = None
+    def _begin_state_dicts(self) -> None:
+        """Initialize the mixin. Call once in the constructor."""
+        self._state_dict_settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
         self.register_state_dict_pre_hook(_before_saving)
         self._register_state_dict_hook(_after_saving)
         self._register_load_state_dict_pre_hook(_before_loading, with_module=True)
@@ -169,17 +164,15 @@ class StateDicts(LoadableWrapper):
         """
         common: StateDictSettings | None = None
         for wrapper in wrappers_in(module):
-            settings = StateDictSettings(
-                wrapper._state_dict_type, wrapper._state_dict_config, wrapper._optim_state_dict_config
-            )
+            settings = wrapper._state_dict_settings
             if common is not None and settings != common:
                 raise AssertionError(
                     f"All FSDP modules must have the same state dict settings.Got {settings} and {common}."
                 )
             if wrapper._device_mesh is not None:
-                _use_dtensor(wrapper._state_dict_type, wrapper._optim_state_dict_config)
+                _use_dtensor(settings.state_dict_type, settings.optim_state_dict_config)
             common = common or settings
-        return common
+        return None if common is None else replace(common)
 
     @staticmethod
     @contextlib.contextmanager
@@ -199,9 +192,7 @@ class StateDicts(LoadableWrapper):
             yield
         finally:
             for wrapper in wrappers_in(module):
-                wrapper._state_dict_type = before.state_dict_type
-                wrapper._state_dict_config = before.state_dict_config
-                wrapper._optim_state_dict_config = before.optim_state_dict_config
+                wrapper._state_dict_settings = before
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Return the names that torch.distributed.checkpoint.state_dict must change: none.
@@ -217,17 +208,17 @@ class StateDicts(LoadableWrapper):
         )
 
     def _kind_and_config(self, instead: str) -> tuple[StateDictType, StateDictConfig]:
-        """Return the current type and config. Warn with `instead` if the type is not the one that was set.
+        """Return the current type and config. Warn with `instead` if they replace those that were set.
 
         Raises:
             RuntimeError: LOCAL_STATE_DICT was set, and a device mesh was passed.
         """
-        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
+        settings = self._effective_settings
+        if settings is not self._state_dict_settings:
             warnings.warn(instead, stacklevel=3)
-            return StateDictType.FULL_STATE_DICT, FullStateDictConfig()
-        if self._device_mesh is not None:
-            _use_dtensor(self._state_dict_type, self._state_dict_config)
-        return self._state_dict_type, self._state_dict_config
+        elif self._device_mesh is not None:
+            _use_dtensor(settings.state_dict_type, settings.state_dict_config)
+        return settings.state_dict_type, settings.state_dict_config
 
 
 def wrappers_in(module: nn.Module) -> list[StateDicts]:
@@ -251,22 +242,17 @@ def _set(
             f"Expected optim_state_dict_config of type {optim_expected} but got {type(optim_config)}"
         )
     wrappers = wrappers_in(module)
-    if len({wrapper._state_dict_type for wrapper in wrappers}) > 1:
+    settings = [wrapper._state_dict_settings for wrapper in wrappers]
+    if len({previous.state_dict_type for previous in settings}) > 1:
         raise AssertionError("All FSDP modules should have the same state_dict_type.")
-    if len({type(wrapper._state_dict_config) for wrapper in wrappers}) > 1:
+    if len({type(previous.state_dict_config) for previous in settings}) > 1:
         raise AssertionError("All FSDP modules must have the same type of state_dict_config.")
-    if len({type(wrapper._optim_state_dict_config) for wrapper in wrappers}) > 1:
+    if len({type(previous.optim_state_dict_config) for previous in settings}) > 1:
         raise AssertionError("All FSDP modules must have the same type of optim_state_dict_config.")
+    for wrapper in wrappers:
+        wrapper._state_dict_settings = StateDictSettings(kind, config, optim_config)
     nothing: Any = None
-    before = StateDictSettings(nothing, nothing, nothing)
-    for wrapper in reversed(wrappers):
-        before = StateDictSettings(
-            wrapper._state_dict_type, wrapper._state_dict_config, wrapper._optim_state_dict_config
-        )
-        wrapper._state_dict_type = kind
-        wrapper._state_dict_config = config
-        wrapper._optim_state_dict_config = optim_config
-    return before
+    return settings[0] if settings else StateDictSettings(nothing, nothing, nothing)
 
 
 def _use_dtensor(kind: StateDictType, config: Any) -> None:

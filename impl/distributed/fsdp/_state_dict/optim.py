@@ -145,7 +145,9 @@ class OptimStateDicts:
         """Return each rank's rows of the states, on the CPU. Deprecated: use `optim_state_dict`."""
         _warn_of_legacy("sharded_optim_state_dict", "optim_state_dict")
         wrappers = _rooted(model)
-        uses_dtensor = getattr(wrappers[0]._optim_state_dict_config, "_use_dtensor", False)
+        uses_dtensor = getattr(
+            wrappers[0]._state_dict_settings.optim_state_dict_config, "_use_dtensor", False
+        )
         options = OptimSaveOptions(is_full=False, rank0_only=False, offloads=True, uses_dtensor=uses_dtensor)
         return collect_state_dict(model, wrappers, Source(optim), optim.state_dict(), options, group)
 
