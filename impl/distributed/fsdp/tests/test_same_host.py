@@ -237,4 +237,4 @@ def test_error_names_lost_rank_and_gathered_unit(victim: int) -> None:
             unavailable(KEPT_APART)
     assert len(reported) == 2, reported
     for text in reported.values():
-        assert re.search(rf"gathered 'a' in vain; .*ranks? (\d, )*{victim}\b", text), text
+        assert re.search(rf"gathered 'a' without success; .*ranks? (\d, )*{victim}\b", text), text

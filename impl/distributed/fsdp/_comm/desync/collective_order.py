@@ -185,7 +185,7 @@ class CollectiveOrderChecker:
         except dist.DistError as error:
             rank = named_ranks(group)[group.rank()]
             raise RuntimeError(
-                f"rank {rank} {entry} in vain; the store does not answer, so {STORE_IS_GONE}"
+                f"rank {rank} {entry} without success; the store does not answer, so {STORE_IS_GONE}"
             ) from error
         self._is_open = True
         self._group = weakref.ref(group)

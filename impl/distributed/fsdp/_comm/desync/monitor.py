@@ -180,7 +180,7 @@ class DesyncMonitor:
         """Return the verdict about a collective that failed or was waiting for a verdict."""
         if self.verdict:
             return self.verdict
-        failed = f"rank {self._ranks[self.store.rank]} {entry} in vain"
+        failed = f"rank {self._ranks[self.store.rank]} {entry} without success"
         try:
             now = self._history.now
             self._post("span", start=now.start, entries=now.entries)
