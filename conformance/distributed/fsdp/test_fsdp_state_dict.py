@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from conformance.distributed.fsdp.scenes import state_dicts
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean
 from conformance.distributed.fsdp.scenes.module_trees import ModuleTree
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scene import Scene, named, survivors, tried
@@ -39,7 +39,9 @@ from conformance.distributed.fsdp.scenes.twins import (
     RankOutcomes,
     Twins,
     TwinsOf,
+    each_strategy,
     flat_or_originals,
+    leaf_by_leaf,
     values_of,
 )
 from conformance.judge.clauses import clause
@@ -441,6 +443,25 @@ def test_shard_with_padding_is_refused_before_buffers_are_loaded(twins_of: Twins
 
     arguments = {"form": Form("LOCAL"), "fault": "with padding", "on": [1]}
     twins_of(2).check_both(is_refused, state_dicts.failed, Setup(), **arguments)
+
+
+def loaded_beside_own_parameters(scene: Scene) -> dict[str, Any]:
+    """Load a full state dict with one new value. The other values are the model's own parameters.
+
+    torch's `set_model_state_dict` makes such a dict of a partial one, for example of an adapter.
+    """
+    own = {clean(name): param for name, param in scene.model.named_parameters()}
+    whole = scene.whole_parameters()
+    name = next(iter(whole))
+    keys = scene.model.load_state_dict({**own, name: whole[name] + 1}, strict=False)
+    return {"keys": str(keys), "whole": scene.whole_parameters()}
+
+
+@clause("distributed.fsdp.fsdp_state_dict.own_parameters")
+@each_strategy
+def test_own_parameters_in_state_dict_keep_values(twins: Twins, strategy: str) -> None:
+    setup = leaf_by_leaf(strategy, use_orig_params=True)
+    twins.agree(loaded_beside_own_parameters, setup, EXACT)
 
 
 class PartlyFrozen(nn.Module):

@@ -42,6 +42,19 @@ class LoadedPiece:
     is_meta = False
 
 
+def _replace_own_parameters(
+    state_dict: dict[str, Any], handle: FlatParamGroup, stand_ins: Sequence[StandIn]
+) -> None:
+    """Replace the unit's own parameters in the dict by their stand-ins, which keep the current values.
+
+    torch.distributed.checkpoint's `set_model_state_dict` adds them to a partial dict.
+    """
+    own = {id(parameter): stand_in for parameter, stand_in in zip(handle.parameters, stand_ins, strict=True)}
+    for key, value in state_dict.items():
+        if id(value) in own:
+            state_dict[key] = own[id(value)]
+
+
 class UnitLoading:
     """Load of one unit."""
 
@@ -63,7 +76,10 @@ class UnitLoading:
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_sharded(state_dict, prefix)
         for handle in self._unit.param_groups:
-            self._shown.enter_context(handle.registration.showing(stand_ins_for(handle, self)))
+            stand_ins = stand_ins_for(handle, self)
+            if self._kind is StateDictType.FULL_STATE_DICT and handle.use_orig_params:
+                _replace_own_parameters(state_dict, handle, stand_ins)
+            self._shown.enter_context(handle.registration.showing(stand_ins))
         return problems
 
     def end(self) -> None:
