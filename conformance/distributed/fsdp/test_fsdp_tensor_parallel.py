@@ -440,6 +440,27 @@ def test_training_is_resumed(mesh_twins: PlainTwins, parallel: Parallel, kind: s
     mesh_twins.deviate(resume, parallel=parallel, kind=kind, we_do=we_do)
 
 
+def resume_by_older_methods(scene: Scene, parallel: Parallel) -> dict[str, Any]:
+    """Load optimizer states by the deprecated methods for rows. Then step."""
+    trained, other = (ParallelTraining(scene, parallel, seed) for seed in (0, 1))
+    trained.step(0)
+    other.step(0)
+    other.load("SHARDED", trained.state_dict("SHARDED"))
+    saved = scene.fsdp.sharded_optim_state_dict(trained.model, trained.optimizer)
+    rows = scene.fsdp.flatten_sharded_optim_state_dict(saved, other.model, other.optimizer)
+    other.optimizer.load_state_dict(rows)
+    other.step(1)
+    return {"whole": other.whole()}
+
+
+@clause("distributed.fsdp.fsdp_tensor_parallel.resumes")
+@pytest.mark.deviation("fsdp.optimizer_state_of_dtensors")
+@_BOTH
+def test_training_is_resumed_by_older_methods(mesh_twins: PlainTwins, parallel: Parallel) -> None:
+    we_do = mesh_twins.like_unsharded(train, of="whole", parallel=parallel, steps=2)
+    mesh_twins.deviate(resume_by_older_methods, parallel=parallel, we_do=we_do, may_fault=True)
+
+
 def clip(scene: Scene, parallel: Parallel, norm_type: float) -> dict[str, Tensor]:
     """Return the norm of the gradients, and the parameters after a step with clipped gradients."""
     training = ParallelTraining(scene, parallel)

@@ -249,10 +249,10 @@ class FlatParamState:
     def _pack(self, item: _Item, chunk: Tensor, options: OptimSaveOptions) -> Tensor:
         wrapper, layout = self._named.wrapper, self._handle.layout
         slot = layout.slots[item.index]
-        if options.uses_dtensor:
-            dtensor: Tensor = dtensor_of_rows(
-                chunk, slot, wrapper._mesh, self._handle.param_infos[item.index].parallel
-            )
+        parallel = self._handle.param_infos[item.index].parallel
+        # A ShardedTensor has no place for the ranks that tensor parallelism shards over.
+        if options.uses_dtensor or parallel is not None:
+            dtensor: Tensor = dtensor_of_rows(chunk, slot, wrapper._mesh, parallel)
             return dtensor.cpu() if options.offloads else dtensor
         over_all = replace(layout, world=wrapper.world_size)
         return sharded_tensor_of_rows(
