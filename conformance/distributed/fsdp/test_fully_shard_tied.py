@@ -114,6 +114,45 @@ def test_tied_weights_stay_tied(plain_twins: PlainTwins, units: tuple[str, ...])
     plain_twins.deviate_to_unsharded(tied, units=units)
 
 
+_IN_BLOCKS = {
+    "two units": ((0, 1), (2, 0)),
+    "unit and root": ((0, 1), (0,)),
+    "one unit, tied": ((0, 3), (0, 3)),
+}
+
+
+def of_two_groups(scene: Scene, blocks: str) -> dict[str, Any]:
+    """Train a model of two blocks that contain the same module, of which the last one may not be a unit itself."""
+    first, second = _IN_BLOCKS[blocks]
+    layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(4)]
+    layers[3].weight = layers[0].weight
+    model: Any = nn.Sequential(
+        nn.Sequential(*(layers[index] for index in first)), nn.Tanh(), *(layers[index] for index in second)
+    )
+    if blocks == "two units":
+        model = nn.Sequential(model[0], nn.Tanh(), model[2:])
+    model = filled(model.double())
+    for unit in (model[0], *([model[2]] if blocks == "two units" else []), model):
+        scene.shard(unit)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=False)
+    batch = torch.linspace(-1, 1, 2 * _WIDTH, dtype=torch.float64, device=model[0][0].weight.device)
+    gradients: list[Any] = []
+    for _ in range(2):
+        scene.mean(lambda rank: model(batch.view(2, _WIDTH) * (rank + 1)).square().mean()).backward()
+        gradients.append(full_gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    return {"gradients": gradients, "after": full_parameters(model), "keys": list(model.state_dict())}
+
+
+@clause("distributed.fsdp.fully_shard.tied_across_groups")
+@pytest.mark.deviation("fully_shard.tied_across_groups")
+@pytest.mark.parametrize("blocks", _IN_BLOCKS)
+def test_module_of_two_groups_trains_as_one(plain_twins: PlainTwins, blocks: str) -> None:
+    plain_twins.deviate_to_unsharded(of_two_groups, blocks=blocks)
+
+
 def tied_in_two_models(scene: Scene) -> bool:
     """Return whether two models that share a weight still do after the first model was stepped."""
     models = [_model(), _model()]

@@ -98,7 +98,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     """Shard the parameters of a module, or of several modules as one group, over ranks, in place.
 
     `fully_shard.state(module)` returns the state of a sharded module, or None. Modules that an earlier call has sharded
-    keep their group, so shard inner modules first. A parameter that modules of two calls share belongs to the earlier
+    keep their group, so shard inner modules first. A parameter or module that two calls share belongs to the earlier
     call, with its mesh. Forwards, backwards and `unshard` of either call gather it. The modules get a new class derived
     from their own class and `FSDPModule`, and their parameters become DTensors.
 
@@ -118,7 +118,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     Returns:
         `module`.
     Raises:
-        ValueError: an argument or parameter does not fit, such as a container without a forward or a scalar parameter.
+        ValueError: an argument or parameter does not fit, such as a container without a forward or a scalar parameter;
+            or an earlier call has sharded a module around `module`.
         RuntimeError: a parameter is a DTensor over a mesh that does not share a root with `mesh`. In forward and
             backward: ranks run or shard modules differently, have other gradients, or are lost. The error names them.
         NotImplementedError: a combination that `docs/coverage.md` lists.
@@ -126,7 +127,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
         and a reduce-scatter of the gradients; with replicas an all-reduce.
     Source: torch.distributed.fsdp.fully_shard 2.13; differences: a parameter with an all-gather extension is
         resharded to all ranks, whatever number is passed; meshes of the same ranks are equal; torch refuses a
-        parameter that modules of two calls share, and trained parameters of several dtypes or without elements.
+        parameter or module that two calls share, and trained parameters of several dtypes or without elements.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -152,7 +153,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
         device = torch.device(device.type, torch.accelerator.current_device_index())
     ignored = ignored_params or set()
     owners = managed_modules(modules, ignored)
-    managed, shared = split_already_sharded(managed_params(modules, owners, ignored), mp_policy)
+    managed, shared = split_already_sharded(modules, managed_params(modules, owners, ignored), mp_policy)
     if data is not None:
         managed = on_whole_mesh(managed, data)
     move_to_device(managed, owners, device)

@@ -19,7 +19,11 @@ from impl.distributed.fsdp._fully_shard.module_state import owner_of, state_of
 from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, accumulation_dtype, has_grad_dtype
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
-from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_param_of
+from impl.distributed.fsdp._layout.sharded_param import (
+    ShardedParam,
+    params_by_sharded_tensor,
+    sharded_param_of,
+)
 from impl.distributed.fsdp._params.param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._params.policies import (
     DataParallelMeshDims,
@@ -195,23 +199,41 @@ def _params_of(module: nn.Module, roots: Sequence[nn.Module]) -> set[nn.Paramete
 
 
 def split_already_sharded(
-    managed: Iterable[ManagedParam], policy: MixedPrecisionPolicy
+    roots: Sequence[nn.Module], managed: Iterable[ManagedParam], policy: MixedPrecisionPolicy
 ) -> tuple[list[ManagedParam], list[tuple[ManagedParam, ShardedParam]]]:
-    """Split the parameters into those to shard now and those that an earlier `fully_shard` call has sharded.
+    """Split the parameters of `roots` into those to shard now and those that an earlier call has sharded.
+
+    A module that both calls contain already has the sharded parameter.
 
     Raises:
-        ValueError: `policy` requests other dtypes for one of the latter.
+        ValueError: a root is inside a module of the earlier call, or `policy` requests other dtypes than it.
     """
     own: list[ManagedParam] = []
     shared: list[tuple[ManagedParam, ShardedParam]] = []
+    params_by_tensor = params_by_sharded_tensor()
     for managed_param in managed:
-        param = sharded_param_of(managed_param.original)
+        original = managed_param.original
+        param = sharded_param_of(original) or params_by_tensor.get(original)
         if param is None:
             own.append(managed_param)
         else:
-            _check_same_dtypes(managed_param, param, policy)
+            _check_not_inside(roots, managed_param, param)
+            # The original dtype of a sharded tensor is unknown, but an equal policy gives the same dtypes.
+            if original is not param.sharded or owner_of(param).policy != policy:
+                _check_same_dtypes(managed_param, param, policy)
             shared.append((managed_param, param))
     return own, shared
+
+
+def _check_not_inside(roots: Sequence[nn.Module], managed_param: ManagedParam, param: ShardedParam) -> None:
+    """Raise if a root is inside a module of the call that has sharded `param`."""
+    for outer in owner_of(param).modules:
+        inner = next((module for module in outer.modules() if module in roots), None)
+        if inner is not None:
+            raise ValueError(
+                f"fully_shard got a {type(inner).__name__} that is inside a {type(outer).__name__}, which an earlier "
+                f"call has sharded with its parameter {managed_param.info.name}; shard inner modules first"
+            )
 
 
 def _check_same_dtypes(

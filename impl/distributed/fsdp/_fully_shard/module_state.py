@@ -95,7 +95,11 @@ class ModuleState:
     def share_with(
         self, param: ShardedParam, locations: tuple[ParamLocation, ...], sharer: ModuleState
     ) -> None:
-        """Share a parameter with the modules of another unit, which had the same parameter."""
+        """Share a parameter with the modules of another unit, which had the same parameter.
+
+        Locations in a module that is part of both units are registered already.
+        """
+        locations = tuple(place for place in locations if place not in param.info.locations)
         self.reshard()
         self.group_of(param).register_at(param, locations)
         self._hook_state_dicts({place.module for place in locations})

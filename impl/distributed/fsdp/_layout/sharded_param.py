@@ -287,6 +287,11 @@ def sharded_param_of(replaced: Tensor) -> ShardedParam | None:
     return owner if isinstance(owner, ShardedParam) else None
 
 
+def params_by_sharded_tensor() -> dict[Tensor, ShardedParam]:
+    """Return the sharded parameters of all units by the tensor that modules have while their unit is sharded."""
+    return {param.sharded: param for param in _instances}
+
+
 def name_of_sharded(sharded: Tensor) -> str | None:
     """Return the name of a sharded parameter in its model, or None if no unit manages it."""
     return next((param.name for param in _instances if param.sharded is sharded), None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from impl.distributed.fsdp import FullyShardedDataParallel, PerParamPrecisionPolicy, fully_shard
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -30,6 +30,23 @@ def test_complex_flat_parameter_is_named() -> None:
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     (note,) = caught.value.__notes__
     assert note.startswith("weight has torch.complex64; pass it in ignored_states")
+
+
+def test_inner_module_sharded_after_outer_one_is_refused() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(
+        ValueError, match=r"got a Linear that is inside a FSDPSequential.* shard inner modules first"
+    ):
+        fully_shard(model[0])
+
+
+def test_shared_module_is_refused_only_with_other_dtypes() -> None:
+    policy = PerParamPrecisionPolicy(master_dtype=torch.float32)
+    shared = nn.Linear(2, 2, dtype=torch.bfloat16)
+    fully_shard(nn.Sequential(shared), mp_policy=policy)
+    fully_shard(nn.Sequential(shared), mp_policy=policy)
+    with pytest.raises(ValueError, match=r"0\.weight was sharded by an earlier call.* pass the same dtypes"):
+        fully_shard(nn.Sequential(shared))
 
 
 @pytest.mark.parametrize("is_outer_sharded", [True, False])
