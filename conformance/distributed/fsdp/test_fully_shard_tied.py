@@ -79,13 +79,11 @@ def tied(scene: Scene, units: Sequence[str], not_unsharded: str = "") -> dict[st
 
 
 def _assigned(model: Any) -> bool:
-    """Return whether a parameter that was assigned in one of its two places is in both after the next forward."""
-    state = {"embed.weight": model.embed.weight.detach() * 2}
-    model.load_state_dict(state, strict=False, assign=True)
+    """Return whether a load that assigns a parameter at each of its two places keeps it one, with the new value."""
+    value = model.embed.weight.detach() * 2
+    model.load_state_dict({"embed.weight": value, "body.2.weight": value}, strict=False, assign=True)
     model(torch.arange(2), "plain").sum().backward()
-    return model.body[2].weight is model.embed.weight and bool(
-        (model.body[2].weight == state["embed.weight"]).all()
-    )
+    return model.body[2].weight is model.embed.weight and bool((model.body[2].weight == value).all())
 
 
 def _loss(scene: Scene, model: Any, number: int, step: str = "plain") -> torch.Tensor:

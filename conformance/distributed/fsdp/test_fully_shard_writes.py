@@ -215,6 +215,55 @@ def test_parameter_in_place_of_sharded_one_is_refused(
     )
 
 
+def removed_or_untied(scene: Scene, how: str, when: str) -> list[Any]:
+    """Return the result or error of a forward after a change to the places of a parameter, and after it was undone.
+
+    Args:
+        how: `untied` replaces a tied weight at one of its places. The bias is `deleted` or set to `none`.
+        when: `before` or `after` the first step, or while the model is `unsharded`.
+    """
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model[1].weight = model[0].weight
+    scene.shard(model)
+    x = torch.eye(4, dtype=torch.float64, device=scene.rank.device)
+    if when == "after":
+        model(x).sum().backward()
+    elif when == "unsharded":
+        model.unshard()  # pyright: ignore[reportCallIssue]
+    name = "weight" if how == "untied" else "bias"
+    param = getattr(model[1], name)
+    if how == "deleted":
+        del model[1].bias
+    else:
+        setattr(model[1], name, nn.Parameter(param.detach() * 2) if how == "untied" else None)
+    results = [tried(lambda: model(x).detach())]
+    model[1].register_parameter(name, param)
+    return [*results, tried(lambda: model(x).detach())]
+
+
+@clause("distributed.fsdp.fully_shard.removed_or_untied")
+@pytest.mark.deviation("fully_shard.removed_or_untied")
+@pytest.mark.parametrize("when", ["before", "after", "unsharded"])
+@pytest.mark.parametrize("how", ["untied", "deleted", "none"])
+def test_change_of_places_is_refused_until_undone(plain_twins: PlainTwins, how: str, when: str) -> None:
+    words = ("as 1.weight but not as 0.weight", "replace it at all places")
+    if how != "untied":
+        words = ("1.bias was removed", "remove or parametrize it before fully_shard")
+
+    def is_refused(results: Any) -> bool:
+        error, later = results
+        return all(word in str(error) for word in ("TypeError", *words)) and not isinstance(later, str)
+
+    # torch computes with the old parameter, or fails internally.
+    plain_twins.deviate(
+        removed_or_untied,
+        torch_does=each(lambda results: "TypeError" not in str(results[0])),
+        we_do=each(is_refused),
+        how=how,
+        when=when,
+    )
+
+
 def whole_assigned(scene: Scene) -> dict[str, Any]:
     """Return the error of a load that assigns full tensors, and whether the model computes the same after it."""
     model = blocks()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -215,7 +215,8 @@ class ModuleState:
         inner = [state_of(module) for module in self.outermost.modules() if module not in self.modules]
         check_settings([state.settings for state in inner if state is not None])
         states: dict[ModuleState, str] = {}
-        for name, module in self.outermost.named_modules():
+        module_names = {module: name for name, module in self.outermost.named_modules()}
+        for module, name in module_names.items():
             state = state_of(module)
             if state is None or state in states:
                 continue
@@ -229,7 +230,7 @@ class ModuleState:
         for state, name in states.items():
             state.unit.name = name or state.unit.name
             for group in state.groups:
-                _name_parameters(group, names)
+                _name_parameters(group, names, module_names)
         units = [state.unit for state in states]
         for unit in units:
             _check_owners_in_model(unit, units)
@@ -376,9 +377,13 @@ def owner_of(param: ShardedParam) -> ModuleState:
     return state
 
 
-def _name_parameters(group: DTensorGroup, names: dict[int, str]) -> None:
+def _name_parameters(
+    group: DTensorGroup, names: Mapping[int, str], module_names: Mapping[nn.Module, str]
+) -> None:
     for param in group.params:
         param.name = names.get(id(param.sharded), param.name)
+        locations = tuple(place.in_model(module_names) for place in param.info.locations)
+        param.info = replace(param.info, locations=locations)
     group.names = [param.name for param in group.params]
 
 

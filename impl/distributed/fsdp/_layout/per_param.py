@@ -149,6 +149,8 @@ class DTensorGroup:
         if self._has_views_put_back(replaced):
             self._registration.register(self._own_tensors())
             replaced = []
+        if replaced:
+            self._check_places(replaced)
         self._record_substitutes(replaced)
         if self.uses_unsharded_views or self._post_forward_shards:
             return False
@@ -158,11 +160,40 @@ class DTensorGroup:
                 self.params[index].replace(tensor)
                 was_changed = True
         self._warn_of_assigned_data()
+        if was_changed:
+            # A load assigns another tensor at each place of a tied parameter.
+            self._registration.register(self._with_substitutes(self._own_tensors()))
         if was_changed and self.unsharded_params is not None:
             self.unsharded_params.use_grad_dtypes([self._grad_dtype_of(param) for param in self.params])
         if was_changed or (self.pins and self._has_other_shards()):
             self.pin()
         return was_changed
+
+    def _check_places(self, replaced: Iterable[tuple[int, Tensor | None]]) -> None:
+        """Check that no parameter was removed, or replaced at only some of its places.
+
+        Raises:
+            TypeError: a parameter was.
+        """
+        for index in {index for index, _ in replaced}:
+            param, own = self.params[index], self._own_tensors()[index]
+            tensors = [
+                (place, place.module._parameters.get(place.attribute)) for place in param.info.locations
+            ]
+            removed = [place for place, tensor in tensors if tensor is None]
+            if removed:
+                raise TypeError(
+                    f"{describe_names([*map(str, removed)])} was removed; remove or parametrize it before "
+                    "fully_shard, or set it to zero and call requires_grad_(False)"
+                )
+            unchanged = [place for place, tensor in tensors if tensor is own]
+            if unchanged:
+                changed = [place for place, tensor in tensors if tensor is not own]
+                raise TypeError(
+                    f"{param.name} is tied, and was replaced as {describe_names([*map(str, changed)])} but not as "
+                    f"{describe_names([*map(str, unchanged)])}; replace it at all places, or untie the weights before "
+                    "fully_shard"
+                )
 
     def _warn_of_assigned_data(self) -> None:
         # The check takes 0.4 µs, so each gather for a forward looks at one parameter, in turn.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 from weakref import ref
 
@@ -56,6 +56,17 @@ class ParamLocation:
 
     module: nn.Module
     attribute: str
+    path: str = field(default="", compare=False)  # name in the model, once its root is known
+
+    def __str__(self) -> str:
+        return self.path or f"{type(self.module).__name__}.{self.attribute}"
+
+    def in_model(self, module_names: Mapping[nn.Module, str]) -> Self:
+        """Return the location with its name in a model, unless its module is in another one."""
+        if self.module not in module_names:
+            return self
+        prefix = module_names[self.module]
+        return replace(self, path=f"{prefix}.{self.attribute}" if prefix else self.attribute)
 
 
 @dataclass(frozen=True)
