@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from conformance.distributed.fsdp.scenes.fully_shard_training import described, held
 from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import PlainTwins
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, each, raises
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import Outcome, assert_same_outcome
 
@@ -90,6 +91,12 @@ def test_states_are_saved_while_gradients_wait(
 _HELPERS = "distributed.checkpoint.state_dict"
 
 
+def _helpers_of(scene: Scene) -> Any:
+    """Return the library's own helpers, or torch's if it has none."""
+    from_library = scene.library.provides(f"{_HELPERS}.get_state_dict")
+    return scene.library.find(_HELPERS) if from_library else checkpoints
+
+
 def full_states(scene: Scene, offloads: bool, flat: bool) -> dict[str, Any]:
     """Return full state dicts by the library's own helpers, or by torch's if it has none.
 
@@ -99,8 +106,7 @@ def full_states(scene: Scene, offloads: bool, flat: bool) -> dict[str, Any]:
         offloads: whether only the first rank keeps the states, on the CPU.
         flat: whether the optimizer's state is one flat dictionary.
     """
-    from_library = scene.library.provides(f"{_HELPERS}.get_state_dict")
-    helpers: Any = scene.library.find(_HELPERS) if from_library else checkpoints
+    helpers = _helpers_of(scene)
     model = blocks(2)
     model.append(nn.Linear(6, 5).double())
     model[-1].register_buffer("seen", torch.arange(3))
@@ -133,3 +139,52 @@ def _described(state: Any) -> Any:
 @pytest.mark.parametrize("flat", [False, True])
 def test_states_are_put_together(plain_twins: PlainTwins, flat: bool, offloads: bool) -> None:
     plain_twins.agree(full_states, flat=flat, offloads=offloads)
+
+
+def states_of_unsharded(scene: Scene, whole: bool, how: str) -> bool:
+    """Return whether the helpers return the same states as of sharded units, if units are unsharded.
+
+    They are after an `unshard` call, after a `forward` without a backward, or as a setting of each `backward`.
+    """
+    helpers = _helpers_of(scene)
+    model: Any = blocks()
+    scene.shard(model[0])
+    scene.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(batch_of(scene, 0)).square().mean().backward()
+    optimizer.step()
+    options = checkpoints.StateDictOptions(full_state_dict=whole)
+
+    def states(prepare: Callable[[], None]) -> list[str]:
+        prepare()
+        both = helpers.get_state_dict(model, optimizer, options=options)
+        prepare()
+        of_optimizer = helpers.get_optimizer_state_dict(model, optimizer, options=options)
+        return [str(_described(state)) for state in (*both, of_optimizer)]
+
+    def unshard() -> None:
+        if how == "unshard":
+            model[0].unshard()
+        else:
+            model.set_reshard_after_backward(how != "backward")
+            loss = model(batch_of(scene, 1)).sum()
+            if how == "backward":
+                loss.backward()
+
+    return states(lambda: None) == states(unshard)
+
+
+@clause("distributed.fsdp.fully_shard.states_of_unsharded")
+@pytest.mark.deviation("fully_shard.states_of_unsharded")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("how", ["unshard", "forward", "backward"])
+def test_states_of_unsharded_units_are_those_of_sharded_ones(
+    plain_twins: PlainTwins, how: str, whole: bool
+) -> None:
+    plain_twins.deviate(
+        states_of_unsharded,
+        whole=whole,
+        how=how,
+        torch_does=raises(KeyError),
+        we_do=each(lambda is_same: is_same),
+    )

@@ -58,16 +58,20 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return the optimizers' state by parameter name, in the form of `get_model_state_dict`.
 
+    Units of `fully_shard` are resharded first, as by `state_dict()`.
+
     Raises:
         ValueError, RuntimeError: what torch's raises.
     Sync and collectives: as of `get_model_state_dict`.
-    Source: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict 2.13; differences: none.
+    Source: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict 2.13; differences: torch raises KeyError if
+        a unit is unsharded.
 
     >>> import torch
     >>> model = nn.Linear(2, 2)
     >>> sorted(get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))["state"]["bias"])
     ['exp_avg', 'exp_avg_sq', 'step']
     """
+    _reshard(model)
     shard_options = _options_for_shards(model, options)
     state: Any = torchs_optimizer_state(
         model, optimizers, submodules=submodules, options=shard_options or options
@@ -87,13 +91,15 @@ def get_state_dict(
     Raises:
         ValueError, RuntimeError: what torch's raises.
     Sync and collectives: as of `get_model_state_dict`.
-    Source: torch.distributed.checkpoint.state_dict.get_state_dict 2.13; differences: none.
+    Source: torch.distributed.checkpoint.state_dict.get_state_dict 2.13; differences: torch raises KeyError if a unit is
+        unsharded.
 
     >>> import torch
     >>> model = nn.Linear(2, 2)
     >>> [sorted(state) for state in get_state_dict(model, torch.optim.SGD(model.parameters()))]
     [['bias', 'weight'], ['param_groups', 'state']]
     """
+    _reshard(model)
     shard_options = _options_for_shards(model, options)
     states: Any = torchs_state(model, optimizers, submodules=submodules, options=shard_options or options)
     return (
@@ -101,6 +107,14 @@ def get_state_dict(
         if shard_options is None
         else (_full_state(states[0], options), _full_state(states[1], options))
     )
+
+
+def _reshard(model: nn.Module) -> None:
+    """Register the parameters that optimizers have, by which torch's functions look up names."""
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None:
+            state.reshard()
 
 
 def _options_for_shards(model: nn.Module, options: StateDictOptions | None) -> StateDictOptions | None:

@@ -37,6 +37,9 @@ _LOAD_UNSHARDED = (
     "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
     "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them."
 )
+_WAS_UNSHARDED = (
+    " The model was unsharded when the load began. First call reshard() of each of its sharded modules."
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class ModuleState:
         self._state_refs: Sequence[weakref.ref[ModuleState]] = ()
         # Prefix and error texts of the last load of each module with parameters of the unit.
         self._loads: dict[nn.Module, tuple[str, list[str]]] = {}
+        # Error texts of the last load that found the unit unsharded.
+        self._errors_of_unsharded: list[str] | None = None
         for module in modules:
             vars(module)[_STATE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -145,6 +150,8 @@ class ModuleState:
         _unexpected_keys: list[str],
         errors: list[str],
     ) -> None:
+        if any(group.uses_unsharded_views for group in self.groups):
+            self._errors_of_unsharded = errors
         self.reshard()
         self._loads[owner] = prefix, errors
         assigned = metadata.get("assign_to_params_buffers", False)
@@ -159,8 +166,10 @@ class ModuleState:
         if attributes:
             names = describe_names([prefix + attribute for attribute in attributes])
             errors.append(f"{names}: sharded in the model, but unsharded in the state dict to assign.")
-        if _LOAD_UNSHARDED not in errors and (attributes or any(MIXED_TENSORS in text for text in errors)):
-            errors.insert(0, _LOAD_UNSHARDED)
+        is_named = any(text.startswith(_LOAD_UNSHARDED) for text in errors)
+        if not is_named and (attributes or any(MIXED_TENSORS in text for text in errors)):
+            was_unsharded = errors is self._errors_of_unsharded
+            errors.insert(0, _LOAD_UNSHARDED + (_WAS_UNSHARDED if was_unsharded else ""))
 
     def reshard(self) -> None:
         """Register the shards in the modules. Keep gathered parameters that were not used yet."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp import FullyShardedDataParallel, PerParamPrecisionPolicy, fully_shard
@@ -69,6 +70,20 @@ def test_load_of_unsharded_tensors_names_function_that_shards_them(
     with pytest.raises(RuntimeError, match="Missing key") as caught:
         model.load_state_dict({}, assign=assign)
     assert "set_model_state_dict(" not in str(caught.value)
+
+
+def test_load_into_unsharded_model_says_to_reshard_it() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    whole = {name: torch.ones(param.shape) for name, param in model.named_parameters()}
+    options = StateDictOptions(full_state_dict=True)
+    model.unshard()
+    with pytest.raises(RuntimeError, match=r"was unsharded when the load began\. First call reshard\(\)"):
+        set_model_state_dict(model, whole, options=options)
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(whole)
+    assert "call reshard()" not in str(caught.value)
+    set_model_state_dict(model, whole, options=options)
+    assert model[0].weight.to_local().eq(1).all()
 
 
 def test_module_that_loads_its_parameters_itself_is_loaded() -> None:
