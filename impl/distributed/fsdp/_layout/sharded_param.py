@@ -187,7 +187,8 @@ class ShardedParam:
             raise TypeError(
                 f"{self.name} was replaced by a {_description(other)}, but the parameter is a "
                 f"{_description(self.sharded)}; assign a DTensor of distribute_tensor(value, parameter.device_mesh, "
-                "parameter.placements), or copy an unsharded value to the ranks by set_model_state_dict()"
+                "parameter.placements), or copy an unsharded value to the ranks by set_model_state_dict(); pass "
+                "detached tensors to functional_call, not parameters"
             )
         if has_grad_dtype(self.sharded) and not has_grad_dtype(other):
             other.grad_dtype = self.sharded.grad_dtype

@@ -187,6 +187,18 @@ def test_error_of_hook_names_parameter(register: str, is_flat: bool) -> None:
     assert caught.value.__notes__ == ["raised in a hook of 0.weight"]
 
 
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_functional_call_refuses_parameters_only(is_detached: bool) -> None:
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    weight = nn.Parameter(torch.eye(2))
+    if is_detached:
+        output = torch.func.functional_call(model, {"weight": weight.detach()}, torch.ones(1, 2))
+        assert torch.equal(output, torch.ones(1, 2))
+    else:
+        with pytest.raises(TypeError, match="pass detached tensors to functional_call, not parameters"):
+            torch.func.functional_call(model, {"weight": weight}, torch.ones(1, 2))
+
+
 def test_hook_on_all_gradients_warns_that_sharded_parameters_have_none() -> None:
     model = fully_shard(nn.Linear(2, 2))
     calls: list[Any] = []
