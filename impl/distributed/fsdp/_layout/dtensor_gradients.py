@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from impl._names import describe_names
 from impl.distributed.fsdp._comm.collectives import PartialSum, Reduction
 from impl.distributed.fsdp._comm.desync.monitor import WITHOUT
 from impl.distributed.fsdp._comm.groups import Groups
@@ -180,13 +181,17 @@ class DTensorGradients:
             buffer, _ = new_buffer(numel, dtype, _whole_buffer)
         else:
             buffer = custom.allocate((numel,), dtype=dtype, device=group.device)
-        rows = [param.rows(grad) for param, grad in pairs if grad.numel()]
-        # The operator takes rows of one dtype only, and rounds them to the buffer's dtype.
-        if len({row.dtype for row in rows}) > 1:
-            rows = [row.to(dtype) for row in rows]
-        # The operator rejects empty tensors.
-        if rows:
-            torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
+        try:
+            rows = [param.rows(grad) for param, grad in pairs if grad.numel()]
+            # The operator takes rows of one dtype only, and rounds them to the buffer's dtype.
+            if len({row.dtype for row in rows}) > 1:
+                rows = [row.to(dtype) for row in rows]
+            # The operator rejects empty tensors.
+            if rows:
+                torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
+        except RuntimeError as error:
+            _note_sparse(pairs, error)
+            raise
         return buffer
 
     def begin_microbatch(self) -> HeldGradients:
@@ -375,6 +380,15 @@ class DTensorGradients:
             if sharded._post_accumulate_grad_hooks:
                 for hook in list(sharded._post_accumulate_grad_hooks.values()):
                     call_hook(hook, sharded, param.name)
+
+
+def _note_sparse(pairs: Sequence[tuple[ShardedParam, Tensor]], error: RuntimeError) -> None:
+    names = [param.name for param, grad in pairs if grad.is_sparse]
+    if names:
+        error.add_note(
+            f"{describe_names(names)} got a sparse gradient, which fully_shard cannot reduce; build the embedding with "
+            "sparse=False, or pass its weight in ignored_params"
+        )
 
 
 def _added(earlier: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

@@ -187,6 +187,16 @@ def test_error_of_hook_names_parameter(register: str, is_flat: bool) -> None:
     assert caught.value.__notes__ == ["raised in a hook of 0.weight"]
 
 
+def test_sparse_gradient_is_named() -> None:
+    model = fully_shard(nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match=r"[sS]parse") as caught:
+        model(torch.arange(2)).sum().backward()
+    (note,) = caught.value.__notes__
+    assert note.startswith("0.weight got a sparse gradient")
+    assert "sparse=False" in note
+    assert "ignored_params" in note
+
+
 @pytest.mark.parametrize("is_detached", [True, False])
 def test_functional_call_refuses_parameters_only(is_detached: bool) -> None:
     model = fully_shard(nn.Linear(2, 2, bias=False))
