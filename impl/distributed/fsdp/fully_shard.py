@@ -562,7 +562,7 @@ class FSDPModule(_BaseForTypeCheckers):
             result = super()._apply(*args, **kwargs)
             for group in groups:
                 group.write_back_changes()
-                group.record_casts()
+                group.masters.record_casts()
                 group.pin()
         return result
 

@@ -156,7 +156,7 @@ class ModuleState:
         self._loads[owner] = prefix, errors
         assigned = metadata.get("assign_to_params_buffers", False)
         for group in self.groups:
-            group.record_load(owner, state_dict, prefix, assigned=assigned)
+            group.masters.record_load(owner, state_dict, prefix, assigned=assigned)
 
     def _after_load(self, owner: nn.Module, _: object) -> None:
         """Name the unsharded tensors that a load has assigned, and the cure. Keep the sharded parameters."""

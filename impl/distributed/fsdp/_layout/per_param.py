@@ -5,9 +5,8 @@ W = ranks that the group is sharded over, S = elements of one rank's shards in a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from impl.distributed.fsdp._layout.dtensor_gradients import DTensorGradients
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension, has_extension
 from impl.distributed.fsdp._layout.grad_dtypes import accumulation_dtype, promoted
 from impl.distributed.fsdp._layout.group_options import GroupOptions
+from impl.distributed.fsdp._layout.masters import Masters
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, leading_view
 from impl.distributed.fsdp._layout.substitutes import Substitute, unsharded_substitute
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams, versions_of
@@ -77,7 +77,7 @@ class DTensorGroup:
         self._post_forward_shards: list[Tensor] = []
         self._post_forward_params: list[nn.Parameter] = []
         self._substitutes: dict[int, Substitute] = {}  # parameter index -> tensor
-        self._rounded: dict[ShardedParam, str] = {}  # masters that were cast and not loaded since
+        self.masters = Masters(self.params, options.precision.master_dtype)
         self._checked = -1  # index of the parameter
         self.uses_unsharded_views = False
         self.pin()
@@ -149,8 +149,8 @@ class DTensorGroup:
         if self._has_views_put_back(replaced):
             self._registration.register(self._own_tensors())
             replaced = []
-        if replaced:
-            self._check_places(replaced)
+        for index in {index for index, _ in replaced}:
+            self.params[index].check_places(self._own_tensors()[index])
         self._record_substitutes(replaced)
         if self.uses_unsharded_views or self._post_forward_shards:
             return False
@@ -168,32 +168,6 @@ class DTensorGroup:
         if was_changed or (self.pins and self._has_other_shards()):
             self.pin()
         return was_changed
-
-    def _check_places(self, replaced: Iterable[tuple[int, Tensor | None]]) -> None:
-        """Check that no parameter was removed, or replaced at only some of its places.
-
-        Raises:
-            TypeError: a parameter was.
-        """
-        for index in {index for index, _ in replaced}:
-            param, own = self.params[index], self._own_tensors()[index]
-            tensors = [
-                (place, place.module._parameters.get(place.attribute)) for place in param.info.locations
-            ]
-            removed = [place for place, tensor in tensors if tensor is None]
-            if removed:
-                raise TypeError(
-                    f"{describe_names([*map(str, removed)])} was removed; remove or parametrize it before "
-                    "fully_shard, or set it to zero and call requires_grad_(False)"
-                )
-            unchanged = [place for place, tensor in tensors if tensor is own]
-            if unchanged:
-                changed = [place for place, tensor in tensors if tensor is not own]
-                raise TypeError(
-                    f"{param.name} is tied, and was replaced as {describe_names([*map(str, changed)])} but not as "
-                    f"{describe_names([*map(str, unchanged)])}; replace it at all places, or untie the weights before "
-                    "fully_shard"
-                )
 
     def _warn_of_assigned_data(self) -> None:
         # The check takes 0.4 µs, so each gather for a forward looks at one parameter, in turn.
@@ -292,51 +266,10 @@ class DTensorGroup:
             RuntimeError: masters were cast.
             AssertionError: trained parameters have several dtypes.
         """
-        self._check_masters()
+        self.masters.check()
         dtypes = {param.dtype for param in self.params if param.sharded.requires_grad}
         if len(dtypes) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {dtypes}")
-
-    def record_casts(self) -> None:
-        """Record the masters that were cast. Casting a master back does not restore the lost bits."""
-        self._rounded = self._lost_masters() | self._rounded
-
-    def record_load(
-        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *, assigned: bool
-    ) -> None:
-        """Record that a module loads its masters again.
-
-        A load into a cast master is rounded, unless it replaces it.
-        """
-        for param in [*self._rounded]:
-            own = (place.attribute for place in param.info.locations if place.module is module)
-            keeps_all_bits = assigned or param.dtype is self.options.precision.master_dtype
-            if keeps_all_bits and any(prefix + attribute in state_dict for attribute in own):
-                del self._rounded[param]
-
-    def _lost_masters(self) -> dict[ShardedParam, str]:
-        master = self.options.precision.master_dtype
-        if master is None:
-            return {}
-        floating = (p for p in self.params if p.dtype.is_floating_point)
-        return {p: f"{p.name} ({p.dtype})" for p in floating if p.dtype is not master}
-
-    def _check_masters(self) -> None:
-        master = self.options.precision.master_dtype
-        if master is None:
-            return
-        lost = self._lost_masters()
-        if self._rounded and not lost:
-            raise RuntimeError(
-                f"{', '.join(self._rounded.values())} were cast, and back to {master}, the master_dtype of the policy, "
-                "without the bits that this has rounded away; load them by load_state_dict(), or load their own "
-                "state_dict() to continue with the rounded values"
-            )
-        if lost:
-            raise RuntimeError(
-                f"{', '.join(lost.values())} should be {master}, the master_dtype of the policy, but have been cast or "
-                f"replaced; call module.to({master}), and load them again if they were rounded"
-            )
 
     # All-gathers
 
@@ -389,7 +322,7 @@ class DTensorGroup:
         return inputs
 
     def begin_gather(self, dtype: torch.dtype, *, reads_casts: bool) -> AllGatherRequest | None:
-        self._check_masters()
+        self.masters.check()
         unsharded = self.unsharded(dtype)
         is_split = bool(self._post_forward_shards) and unsharded.is_filled()
         over = self.groups.backward if is_split else self.groups.shard

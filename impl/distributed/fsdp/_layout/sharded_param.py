@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from impl._names import describe_names
 from impl.distributed.fsdp._layout.grad_dtypes import has_grad_dtype
 from impl.distributed.fsdp._params.autograd import apply_gradient_hooks, share_hooks
 from impl.distributed.fsdp._params.param_registration import ManagedParam, note_replaced, owner_of_replaced
@@ -180,6 +181,29 @@ class ShardedParam:
         is_same_shard = self._shard() is self.sharded._local_tensor
         self._note_memory()
         return is_same_shard
+
+    def check_places(self, own: Tensor) -> None:
+        """Check that no place in a module lacks the parameter, and that all places or none have another tensor.
+
+        Args:
+            own: tensor that the places have unless the user has changed them.
+        Raises:
+            TypeError: the user has removed the parameter, or replaced it at some of its places.
+        """
+        tensors = [(place, place.module._parameters.get(place.attribute)) for place in self.info.locations]
+        removed = [str(place) for place, tensor in tensors if tensor is None]
+        if removed:
+            raise TypeError(
+                f"{describe_names(removed)} was removed; remove or parametrize it before fully_shard, or set it to "
+                "zero and call requires_grad_(False)"
+            )
+        changed = [str(place) for place, tensor in tensors if tensor is not own]
+        unchanged = [str(place) for place, tensor in tensors if tensor is own]
+        if changed and unchanged:
+            raise TypeError(
+                f"{self.name} is tied, and was replaced as {describe_names(changed)} but not as "
+                f"{describe_names(unchanged)}; replace it at all places, or untie the weights before fully_shard"
+            )
 
     def replace(self, other: nn.Parameter) -> None:
         """Use a parameter that the user has assigned instead."""
