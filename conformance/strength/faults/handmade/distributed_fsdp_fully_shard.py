@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any
@@ -48,6 +49,16 @@ def first_frozen_decides_dtype(
     first = next((param for module in modules for param in module.parameters()), None)
     if first is not None and not first.requires_grad and (policy := keywords.get("mp_policy")):
         keywords["mp_policy"] = dataclasses.replace(policy, reduce_dtype=policy.param_dtype)
+    shard()
+
+
+@sharding("(mp_policy)")
+def environment_changes_reduce_dtype(
+    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
+) -> None:
+    """Gradients are reduced in float32 if the environment asks FullyShardedDataParallel for full precision."""
+    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and (policy := keywords.get("mp_policy")):
+        keywords["mp_policy"] = dataclasses.replace(policy, reduce_dtype=torch.float32)
     shard()
 
 

@@ -144,6 +144,15 @@ def buffers_in_low_precision(model: Any, state_dict: Any) -> None:
         state_dict[name] = state_dict[name].to(dtype)
 
 
+@loading()
+def own_parameters_refused(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
+    """A state dict that contains the model's own parameters raises."""
+    own = {id(parameter) for parameter in model.parameters()}
+    if any(id(value) in own for value in state_dict.values()):
+        raise RuntimeError("size mismatch")
+    return load()
+
+
 @loading("pytorch/pytorch#105379")
 def missing_is_a_key_error(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
     """A missing key is a KeyError although strict is False."""
