@@ -196,3 +196,23 @@ def gradients_of_inputs(scene: Scene) -> list[torch.Tensor]:
 @clause("distributed.fsdp.fully_shard.frozen_units")
 def test_frozen_unit_with_leaf_input_reads_trained_attribute(plain_twins: PlainTwins) -> None:
     plain_twins.agree(gradients_of_inputs)
+
+
+def gradients_of_differing_leaves(scene: Scene) -> Gradients:
+    """Return the gradients of a partly frozen unit whose input is a leaf on the first rank only."""
+    model = blocks().to(scene.rank.device)
+    for block in model:
+        block.inner.weight.requires_grad_(False)
+    scene.shard_children(model)
+    batch = batch_of(scene, 0).requires_grad_()
+    model(batch if scene.rank.rank == 0 else batch * 1).square().mean().backward()
+    return {
+        name: None if param.grad is None else full_value(param.grad)
+        for name, param in model.named_parameters()
+    }
+
+
+@clause("distributed.fsdp.fully_shard.frozen_units")
+@pytest.mark.world_sizes(fewest=2)
+def test_ranks_may_differ_in_leaf_inputs_of_partly_frozen_unit(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(gradients_of_differing_leaves)

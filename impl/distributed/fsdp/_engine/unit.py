@@ -6,9 +6,9 @@ outputs gathers them again. A hook on its inputs checks whether every view has i
 graph will read the views again. Then the gradients are copied into one buffer and averaged, and this rank's shard
 becomes the parameters' `.grad`.
 
-At the end of the whole backward, `complete_backward` reduces what the graph left: units whose inputs need no gradient,
-and unused parameters. If the user finalizes backwards, `leave_backward_open` leaves that to `finalize_backward`. After
-a failure `abandon_backward` drops the gradients.
+At the end of the backward, `complete_backward` reduces the remaining gradients: of units whose inputs need no gradient,
+and of unused parameters. If the user finalizes backwards, `leave_backward_open` leaves that to `finalize_backward`.
+After a failure `abandon_backward` drops the gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from impl.distributed.fsdp._params.autograd import (
     outside_transforms,
 )
 from impl.distributed.fsdp._params.config import UnitOptions
-from impl.distributed.fsdp._params.nested import Inputs, cast_inputs
+from impl.distributed.fsdp._params.nested import Inputs, alias_leaves, cast_inputs
 from impl.distributed.fsdp._params.param_group import ParamGroup, gradients_are_complete, record_unreduced
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.kernels import no_grad_fast, span
@@ -118,6 +118,9 @@ class Unit(UnitParams[Group_co]):
             self._prefetch_for_forward()
             args, kwargs = self._cast_inputs(args, kwargs)
             if self.param_groups and torch.is_grad_enabled():
+                # A node that reads a frozen view may lead to another tensor than an input, and run after a leaf's hook.
+                if any(unsharded.has_frozen for unsharded in self._in_graph):
+                    args, kwargs = alias_leaves(args, kwargs)
                 for tensor in self._backward.inputs.watch((args, kwargs), self.reduce_if_complete):
                     self._hook_gradients_of(tensor)
             self._first_forward_node = next_node()
@@ -323,10 +326,7 @@ class Unit(UnitParams[Group_co]):
         # only gradients of a backward inside this backward.
         if is_leaf and state.has_recorded_nodes and not state.inputs.are_complete:
             return
-        # A node that reads a frozen view may lead to a tensor that is no input, for example in an attribute.
-        may_be_read = is_leaf and any(unsharded.has_frozen for unsharded in self._in_graph)
-        inputs_are_complete = state.inputs.are_complete
-        if not may_be_read and gradients_are_complete(self.param_groups, self._in_graph, inputs_are_complete):
+        if gradients_are_complete(self.param_groups, self._in_graph, state.inputs.are_complete):
             self.reduce_and_reshard()
         elif state.inputs.are_complete:
             record_unreduced(self.param_groups, self._in_graph, self.name)
@@ -369,7 +369,7 @@ class Unit(UnitParams[Group_co]):
     # End of backward
 
     def complete_backward(self) -> None:
-        """Reduce and reshard what the autograd graph did not, at the end of the whole backward."""
+        """Reduce the remaining gradients and reshard, at the end of the backward."""
         self._backward.is_awaited = False  # a unit that ran twice in a row is not prefetched for itself
         if self.phase in BACKWARDS or self.has_gradients():
             self.reduce_and_reshard()

@@ -319,7 +319,8 @@ def gradients_are_complete(
 ) -> bool:
     """Return whether no node of the graph still reads the group's views.
 
-    Nodes that read trainable views lead to their gradients, and nodes that read frozen views lead to inputs.
+    Nodes that read trainable views lead to their gradients. Nodes that read frozen views run before those that compute
+    the gradients of inputs, unless an input is a leaf.
 
     If unused parameters are reduced as zeros, all ranks decide by their inputs.
     """
