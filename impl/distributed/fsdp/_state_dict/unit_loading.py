@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -42,21 +42,8 @@ class LoadedPiece:
     is_meta = False
 
 
-def _replace_own_parameters(
-    state_dict: dict[str, Any], handle: FlatParamGroup, stand_ins: Sequence[StandIn]
-) -> None:
-    """Replace the unit's own parameters in the dict by their stand-ins, which keep the current values.
-
-    torch.distributed.checkpoint's `set_model_state_dict` adds them to a partial dict.
-    """
-    own = {id(parameter): stand_in for parameter, stand_in in zip(handle.parameters, stand_ins, strict=True)}
-    for key, value in state_dict.items():
-        if id(value) in own:
-            state_dict[key] = own[id(value)]
-
-
 class UnitLoading:
-    """Load of one unit."""
+    """Load of a state dict into one unit."""
 
     def __init__(self, wrapper: Wrapper, kind: StateDictType, config: StateDictConfig) -> None:
         self._wrapper = wrapper
@@ -75,12 +62,27 @@ class UnitLoading:
         problems = []
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_sharded(state_dict, prefix)
+        stand_ins = {handle: stand_ins_for(handle, self) for handle in self._unit.param_groups}
+        if self._kind is StateDictType.FULL_STATE_DICT and self._unit.phase not in SHOWN:
+            self._replace_own_parameters(state_dict, prefix, stand_ins)
         for handle in self._unit.param_groups:
-            stand_ins = stand_ins_for(handle, self)
-            if self._kind is StateDictType.FULL_STATE_DICT and handle.use_orig_params:
-                _replace_own_parameters(state_dict, handle, stand_ins)
-            self._shown.enter_context(handle.registration.showing(stand_ins))
+            self._shown.enter_context(handle.registration.showing(stand_ins[handle]))
         return problems
+
+    def _replace_own_parameters(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        stand_ins: Mapping[FlatParamGroup, Sequence[StandIn]],
+    ) -> None:
+        """Replace parameters that the dict has under their own names by stand-ins, which keep the current values.
+
+        torch.distributed.checkpoint's `set_model_state_dict` adds them to a partial dict.
+        """
+        for handle, index, name in self._names():
+            key = prefix + WRAPPED + name
+            if handle.use_orig_params and state_dict.get(key) is handle.parameters[index]:
+                state_dict[key] = stand_ins[handle][index]
 
     def end(self) -> None:
         """Take the values of the stand-ins. A second call does nothing."""
