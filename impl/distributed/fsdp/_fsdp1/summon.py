@@ -19,6 +19,7 @@ from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
 from impl.distributed.fsdp._params.param_group import gather
+from impl.distributed.fsdp._params.param_registration import keeping_order
 from impl.distributed.fsdp._params.tensor_parallel import local_of
 
 # Index, address, version, and version of the local tensor of a summoned parameter.
@@ -76,23 +77,26 @@ def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: b
     is_shown_here = is_rank0 or not options.rank0_only
     keeps = is_shown_here and not options.offload_to_cpu
     summoned_handles = [_SummonedHandle(unit, handle, options) for handle in unit.param_groups]
-    try:
-        with allow_saving():
-            for summoned_handle in summoned_handles:
-                summoned_handle.begin(is_shown_here)
-        if not keeps:
-            unit.root.memory.note_resharded(unit)
-        unit.begin_summoning(summoned_handles if is_shown_here else (), by_all=not options.rank0_only)
+    registries = [registry for handle in unit.param_groups for registry in handle.registration.registries()]
+    # If a gather raises, only some of the flat parameters are registered again.
+    with keeping_order(registries):
         try:
-            yield
+            with allow_saving():
+                for summoned_handle in summoned_handles:
+                    summoned_handle.begin(is_shown_here)
+            if not keeps:
+                unit.root.memory.note_resharded(unit)
+            unit.begin_summoning(summoned_handles if is_shown_here else (), by_all=not options.rank0_only)
+            try:
+                yield
+            finally:
+                unit.end_summoning()
         finally:
-            unit.end_summoning()
-    finally:
-        for summoned_handle in summoned_handles:
-            if summoned_handle.is_shown:
-                summoned_handle.end()
-        unit.root.memory.note_resharded(unit)
-        unit.root.wait_for_pinned_reads()
+            for summoned_handle in summoned_handles:
+                if summoned_handle.is_shown:
+                    summoned_handle.end()
+            unit.root.memory.note_resharded(unit)
+            unit.root.wait_for_pinned_reads()
 
 
 class _SummonedHandle:

@@ -62,7 +62,7 @@ class FlatRegistration:
         return registration.registered()
 
     def take_new_parameters(self) -> bool:
-        """Make parameters that the user registered the original ones. Return whether there are any.
+        """Adopt parameters that the user registered instead of the original ones. Return whether there are any.
 
         Raises:
             RuntimeError: the user registered another tensor, or replaced a placeholder or the flat parameter.
@@ -130,7 +130,7 @@ class FlatRegistration:
     def showing(self, parameters: Sequence[Tensor]) -> Generator[None]:
         """Context manager in which `parameters` are registered in the modules, and the flat parameter is not."""
         use_orig_params = self._handle.use_orig_params
-        with keeping_order(self._registries()):
+        with keeping_order(self.registries()):
             before = None if self._summoned is None else dict(self._summoned.registered())
             if use_orig_params:
                 self._views.register(parameters)
@@ -151,7 +151,7 @@ class FlatRegistration:
     @contextmanager
     def showing_flat_param(self, parameter: Tensor) -> Generator[None]:
         """Context manager in which only `parameter` is registered, as the flat parameter."""
-        with keeping_order(self._registries()):
+        with keeping_order(self.registries()):
             if self._handle.use_orig_params:
                 self._views.unregister()
             if self._flat_param_place is not None:
@@ -176,7 +176,7 @@ class FlatRegistration:
             handle.flat_param._fqns = names
             registry[name] = handle.flat_param
 
-    def _registries(self) -> list[dict[str, Any]]:
+    def registries(self) -> list[dict[str, Any]]:
         """Return the `_parameters` of each module that has the flat parameter or one of the original parameters."""
         infos = self._handle.param_infos
         places = [location.module._parameters for info in infos for location in info.locations]

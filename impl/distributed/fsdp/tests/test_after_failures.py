@@ -76,6 +76,7 @@ def test_forward_after_failed_summon_matches_fresh_model(
     with world_of(1):
         expected = two_dtypes()(x)
         model = two_dtypes()
+        names = [name for name, _ in model.named_parameters()]
         with monkeypatch.context() as patch:
             patch.setattr(summon, "gather", fail_for_double)
             with (
@@ -84,6 +85,7 @@ def test_forward_after_failed_summon_matches_fresh_model(
             ):
                 pass
         assert torch.equal(model(x), expected)
+        assert [name for name, _ in model.named_parameters()] == names
         with FullyShardedDataParallel.summon_full_params(model):
             assert [parameter.numel() for parameter in model.parameters()] == [12, 4, 8, 2]
 
