@@ -302,10 +302,14 @@ def test_model_around_units_is_replicated(plain_twins: PlainTwins) -> None:
     plain_twins.agree(replicated)
 
 
-def trained_as_two_models(scene: Scene, prefetches: str, evaluates: bool) -> list[Any]:
+def trained_as_two_models(
+    scene: Scene, prefetches: str, evaluates: bool, steps_in_between: bool = False
+) -> list[Any]:
     """Return the parameters of two models after three steps. One model prefetches a layer of the other.
 
-    If `evaluates`, both models have run before the first prefetch.
+    Args:
+        evaluates: both models have run before the first prefetch.
+        steps_in_between: the second model is trained alone first, after the first one has prefetched its layer.
     """
     batch = torch.linspace(-1, 1, 24, dtype=torch.float64, device=scene.rank.device).view(4, 6)
     first, second = (blocks().to(scene.rank.device) for _ in range(2))
@@ -322,6 +326,11 @@ def trained_as_two_models(scene: Scene, prefetches: str, evaluates: bool) -> lis
         second[0].set_modules_to_backward_prefetch([first[-1]])
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.25)
     for _ in range(3):
+        if steps_in_between:
+            scene.mean(lambda rank: second(batch + rank).square().mean()).backward()
+            first(batch)
+            optimizer.step()
+            optimizer.zero_grad()
         scene.mean(lambda rank: second(first(batch + rank)).square().mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -343,4 +352,17 @@ def test_layer_of_another_model_is_prefetched_with_current_values(
         prefetches=prefetches,
         evaluates=evaluates,
         may_agree=not fails_in_torch,
+    )
+
+
+@clause("distributed.fsdp.fully_shard.prefetched_by_another_model")
+@pytest.mark.deviation("fully_shard.prefetched_by_another_model")
+@pytest.mark.world_sizes(fewest=2)
+def test_step_between_prefetch_and_use_is_seen(plain_twins: PlainTwins) -> None:
+    plain_twins.deviate_to_unsharded(
+        trained_as_two_models,
+        prefetches="forward",
+        evaluates=True,
+        steps_in_between=True,
+        may_agree=True,
     )

@@ -14,7 +14,7 @@ from impl.distributed.fsdp._params.param_group import Unsharded
 
 
 class IterationEnd(Enum):
-    """Event that reduces the gradients that backwards left, and so ends the iteration."""
+    """Event that ends the iteration by reducing the remaining gradients."""
 
     LAST_BACKWARD = "the backward after set_is_last_backward(True)"
     USER = "finalize_backward()"

@@ -81,9 +81,9 @@ class Root:
         self.units = list(units)
         self._outermost = outermost
         self._forwards: list[Unit[ParamGroup]] = []  # units in a forward, the outermost one first
-        self._thread = 0  # thread of the last forward, which also calls backward
+        self._thread = 0  # thread of the last forward
         self._ending: weakref.ref[_EndOfBackward] | None = None  # alive while a backward runs
-        # The event is None if no backward is left open.
+        # No backward is left open if this is None.
         self.awaited_end: IterationEnd | None = None
         groups = [group for unit in units for group in unit.param_groups]
         self._order_checkers = list(
@@ -117,7 +117,8 @@ class Root:
         """End a backward that raised. autograd has released its callback without calling it.
 
         On a device the caller continues before autograd's thread has released the callback. If the caller runs no
-        backward, the backward is over. On the CPU the callback is released first, and any thread may run the backward.
+        backward, the backward is over. So the thread of the last forward must call backward too. On the CPU the
+        callback is released first, and any thread may call backward.
         """
         if self._ending is None:
             return

@@ -38,6 +38,8 @@ class GatherState:
     dtypes: list[torch.dtype]  # dtype of each group
     event: torch.Event | None  # end of the all-gathers, None once COMPUTE has waited for it
     was_prefetched: bool = False  # no forward or backward has used the parameters yet
+    # The shards cannot have been written to since the gather, because the root's forward or backward still runs.
+    is_of_running_pass: bool = False
     # The user has gathered the unit, and reshards it before writing to its parameters.
     is_kept_by_user: bool = False
     # An evaluation began or ended while the unit was unsharded. A write since the gather may be unnoticed.
@@ -184,6 +186,7 @@ class UnitParams(Generic[Group_co]):
             self.gather()
             assert self._gathered is not None
             self._gathered.was_prefetched = True
+            self._gathered.is_of_running_pass = not self.root.is_idle()
 
     def gather(self) -> None:
         """Gather all groups on GATHER. Do nothing if they are unsharded with the current values of the shards.
@@ -237,7 +240,8 @@ class UnitParams(Generic[Group_co]):
 
     def _shards_are_as_gathered(self, gathered: GatherState) -> bool:
         pairs = zip(self.param_groups, gathered.dtypes, strict=True)
-        return gathered.was_prefetched or all(group.is_up_to_date(dtype) for group, dtype in pairs)
+        is_unwritten = gathered.was_prefetched and gathered.is_of_running_pass
+        return is_unwritten or all(group.is_up_to_date(dtype) for group, dtype in pairs)
 
     def wait_for_gather(self) -> None:
         """Make COMPUTE wait for a pending all-gather, even an unused one, because the shards may be written next."""

@@ -117,7 +117,7 @@ class ModuleState:
 
     @property
     def is_root(self) -> bool | None:
-        """Whether the root's own unit is this one. None until the first forward of the root."""
+        """Whether this is the root's state. None until the first forward of the root."""
         return self.own_root is not None if self._state_refs else None
 
     @property
