@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -101,6 +102,7 @@ class BackwardState:
     first_node: int = 0  # first autograd node that this backward may record
     is_differentiated: bool = False  # a graph of its gradients reads the views until its end
     may_have_gradients: bool = False  # the parameters were unsharded for it
+    forward_streams: list[torch.Stream] = field(default_factory=list)  # COMPUTE in its forwards, on a device
 
     @property
     def has_recorded_nodes(self) -> bool:

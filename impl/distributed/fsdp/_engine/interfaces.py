@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ import torch
 
 from impl.distributed.fsdp._engine.memory import Memory
 from impl.distributed.fsdp._engine.order import Order
-from impl.distributed.fsdp._engine.streams import Streams
+from impl.distributed.fsdp._engine.streams import DeviceEvent, Streams
 from impl.distributed.fsdp._params.param_group import Unsharded
 
 
@@ -20,12 +21,23 @@ class IterationEnd(Enum):
     USER = "finalize_backward()"
 
 
+@dataclass
+class StepSettings:
+    """User settings for the next steps. They may be set before the root exists."""
+
+    is_last_backward: bool = True  # COMPUTE waits for its gradients
+    is_finalized_by_user: bool = False  # the user ends the iteration, instead of its last backward
+    # Event that GATHER waits for in the next forward, instead of COMPUTE.
+    post_optim_event: DeviceEvent | None = None
+
+
 class RootContext(Protocol):
     """Context that the units of one root share. `Root` implements it."""
 
     streams: Streams
     memory: Memory
     order: Order[Any]
+    settings: StepSettings
 
     @property
     def awaited_end(self) -> IterationEnd | None: ...

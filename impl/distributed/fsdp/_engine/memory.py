@@ -41,7 +41,8 @@ class Memory:
         self._resharded: dict[Unshardable, torch.Event | None] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[ViewsOf, torch.dtype], list[Tensor]] = {}
-        self._being_reduced: list[tuple[Tensor, torch.Event | None]] = []
+        # Buffers with the ends of their reductions, and the streams whose memory they are.
+        self._being_reduced: list[tuple[Tensor, torch.Event | None, torch.Stream | None]] = []
         self._being_all_reduced: list[Tensor] = []
 
     def admit(self, unit: Unshardable) -> None:
@@ -92,17 +93,20 @@ class Memory:
         return buffer, views
 
     def keep_until_reduced(self, buffer: Tensor) -> None:
-        """Keep a buffer that REDUCE reads until COMPUTE, which will reuse its memory, has waited for REDUCE.
+        """Keep a buffer that REDUCE reads until its own stream, which will reuse its memory, has waited for REDUCE.
 
-        On one stream the buffer has been read, and the shared memory is freed.
+        This is COMPUTE now, but the user may have changed the current stream later. On one stream the buffer has been
+        read, and the shared memory is freed.
         """
         if not self.streams.is_async:
             for shared in self._buffers.values():
                 shared.untyped_storage().resize_(0)
             return
         while len(self._being_reduced) >= _UNSHARDED_AT_ONCE:
-            self.streams.wait(StreamRole.COMPUTE, self._being_reduced.pop(0)[1])
-        self._being_reduced.append((buffer, self.streams.record(StreamRole.REDUCE)))
+            _, event, owner = self._being_reduced.pop(0)
+            self.streams.wait_in(owner, event)
+        event, owner = self.streams.record(StreamRole.REDUCE), self.streams.current()
+        self._being_reduced.append((buffer, event, owner))
 
     @property
     def is_all_reducing(self) -> bool:
@@ -119,7 +123,11 @@ class Memory:
         self._being_all_reduced.clear()
 
     def forget_reduced(self) -> None:
-        """Release all buffers, because COMPUTE has waited for them."""
+        """Release all buffers, because COMPUTE has waited for them. Other streams wait for their own buffers here."""
+        current = self.streams.current()
+        for _, event, owner in self._being_reduced:
+            if owner != current:
+                self.streams.wait_in(owner, event)
         self._being_reduced.clear()
 
     def _free(self, unit: Unshardable) -> None:

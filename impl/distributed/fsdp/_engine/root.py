@@ -10,19 +10,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-from impl.distributed.fsdp._engine.interfaces import IterationEnd
+from impl.distributed.fsdp._engine.interfaces import IterationEnd, StepSettings
 from impl.distributed.fsdp._engine.memory import Memory
 from impl.distributed.fsdp._engine.missed_backwards import check_gradients, note_backward, note_forward
 from impl.distributed.fsdp._engine.order import Order
 from impl.distributed.fsdp._engine.phase import FORWARDS
 from impl.distributed.fsdp._engine.streams import (
-    DeviceEvent,
     StreamRole,
     Streams,
     block_host_until_shards_read,
@@ -43,16 +41,6 @@ class _EndOfBackward:
 
     def __call__(self) -> None:
         self._root.end_backward()
-
-
-@dataclass
-class StepSettings:
-    """User settings for the next steps. They may be set before the root exists."""
-
-    is_last_backward: bool = True  # COMPUTE waits for its gradients
-    is_finalized_by_user: bool = False  # the user ends the iteration, instead of its last backward
-    # Event that GATHER waits for in the next forward, instead of COMPUTE.
-    post_optim_event: DeviceEvent | None = None
 
 
 class Root:

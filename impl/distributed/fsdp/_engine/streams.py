@@ -12,7 +12,10 @@ Writes that must happen before reads:
   a backward it waits only if version counters say that shards were written to since they were gathered, so that the
   first gathers run concurrently with the end of the forward. A write to `.data` between a forward and its backward
   increments no counter. Gathers may miss it, like in torch.
-- COMPUTE waits for a unit's gather before it reads the unsharded buffer: in forward, in backward, and summoned.
+- COMPUTE waits for a unit's gather before it reads the unsharded buffer: in forward, in backward, and summoned. If the
+  user runs forwards of a unit on several streams, each of them waits.
+- COMPUTE waits for the other streams of a unit's forwards, which compute gradients too, before the unit is resharded
+  and its gradients are copied. Then these streams wait for the copy, which reads their memory.
 - REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them. ALL_REDUCE waits for REDUCE
   before it reads the shard that REDUCE scattered, and REDUCE waits for ALL_REDUCE at the end of backward.
 - COMPUTE waits for REDUCE at the end of backward, before `.grad` is published. With parameters on the CPU the host
@@ -35,8 +38,10 @@ Reads that must happen before memory is overwritten or given to others:
 - The host waits for GATHER before it may write to shards in pinned memory: at the end of an outermost forward and of
   `summon_full_params`, and when the user waits for a gather between forwards or reshards a module that was gathered.
 - A shard that REDUCE scattered for ALL_REDUCE is REDUCE's memory. It is kept until REDUCE has waited for ALL_REDUCE.
-- The buffer that gradients were copied into is COMPUTE's memory. It is kept until COMPUTE has waited for its
-  reduction. COMPUTE does so before a third buffer is kept, or at the end of backward.
+- The buffer that gradients were copied into is COMPUTE's memory. It is kept until COMPUTE, or the stream that was
+  COMPUTE then, has waited for its reduction: before a third buffer is kept, or at the end of backward.
+- COMPUTE waits for REDUCE before gradients are copied in for a user's reduce-scatter, whose input buffer may be the
+  same each time.
 
 Assumptions:
 
@@ -91,6 +96,17 @@ class Streams(Protocol):
     def wait(self, role: StreamRole, event: DeviceEvent | None) -> None:
         """Make later work on the role's stream run after the event."""
 
+    def current(self) -> torch.Stream | None:
+        """Return the stream that is COMPUTE now."""
+        ...
+
+    def record_in(self, stream: torch.Stream | None) -> torch.Event | None:
+        """Return an event for all work so far on a stream that was COMPUTE."""
+        ...
+
+    def wait_in(self, stream: torch.Stream | None, event: torch.Event | None) -> None:
+        """Make later work on a stream that was COMPUTE run after the event."""
+
     def block(self, event: torch.Event | None) -> None:
         """Block the host until the event."""
 
@@ -110,6 +126,12 @@ class OneStream:
 
     def wait(self, role: StreamRole, event: DeviceEvent | None) -> None: ...
 
+    def current(self) -> None: ...
+
+    def record_in(self, stream: torch.Stream | None) -> None: ...
+
+    def wait_in(self, stream: torch.Stream | None, event: torch.Event | None) -> None: ...
+
     def block(self, event: torch.Event | None) -> None: ...
 
 
@@ -126,8 +148,11 @@ class DeviceStreams:
         return contextlib.nullcontext() if role is StreamRole.COMPUTE else self._side[role]
 
     def record(self, role: StreamRole) -> torch.Event:
+        return self.record_in(self._stream(role))
+
+    def record_in(self, stream: torch.Stream | None) -> torch.Event:
         event = torch.Event(self._device)
-        event.record(self._stream(role))
+        event.record(stream)
         return event
 
     def wait(self, role: StreamRole, event: DeviceEvent | None) -> None:
@@ -138,14 +163,19 @@ class DeviceStreams:
             with self.on(role):
                 event.wait()
 
+    def current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
+
+    def wait_in(self, stream: torch.Stream | None, event: torch.Event | None) -> None:
+        if stream is not None and event is not None:
+            event.wait(stream)
+
     def block(self, event: torch.Event | None) -> None:
         if event is not None:
             event.synchronize()
 
     def _stream(self, role: StreamRole) -> torch.Stream:
-        if role is StreamRole.COMPUTE:
-            return torch.accelerator.current_stream(self._device)
-        return self._side[role]
+        return self.current() if role is StreamRole.COMPUTE else self._side[role]
 
 
 def streams_for(device: torch.device) -> Streams:

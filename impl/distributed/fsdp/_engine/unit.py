@@ -31,6 +31,7 @@ from impl.distributed.fsdp._engine.graph_edges import (
 )
 from impl.distributed.fsdp._engine.interfaces import SummonedParams
 from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Move, Phase, next_phase
+from impl.distributed.fsdp._engine.streams import StreamRole
 from impl.distributed.fsdp._engine.unit_params import Group_co, UnitParams
 from impl.distributed.fsdp._params.autograd import (
     differentiable_levels,
@@ -118,6 +119,9 @@ class Unit(UnitParams[Group_co]):
             self._prefetch_for_forward()
             args, kwargs = self._cast_inputs(args, kwargs)
             if self.param_groups and torch.is_grad_enabled():
+                stream = self.root.streams.current()
+                if stream is not None and stream not in self._backward.forward_streams:
+                    self._backward.forward_streams.append(stream)
                 # A node that reads a frozen view may lead to another tensor than an input, and run after a leaf's hook.
                 if any(unsharded.has_frozen for unsharded in self._in_graph):
                     args, kwargs = alias_leaves(args, kwargs)
@@ -263,7 +267,12 @@ class Unit(UnitParams[Group_co]):
         self.root.handle_failed_backward()
         # A unit in its forward is unsharded already. A gradient that the forward computes comes here if the input is
         # an earlier output of the unit.
-        if self.phase in BACKWARDS or self.phase in FORWARDS:
+        if self.phase in FORWARDS:
+            return
+        if self.phase in BACKWARDS:
+            # The graph of another forward may be on another stream than the one that has waited.
+            for unit in (self, *self.param_owners):
+                unit.wait_for_gather()
             return
         with span("FSDP::pre_backward", self.name):
             for unit in (self, *self.param_owners):
@@ -336,6 +345,10 @@ class Unit(UnitParams[Group_co]):
         """Reduce the gradients and reshard the parameters. A second call reduces the gradients that arrived since."""
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
+        streams = self.root.streams
+        others = [stream for stream in self._backward.forward_streams if stream != streams.current()]
+        for stream in others:
+            streams.wait(StreamRole.COMPUTE, streams.record_in(stream))
         grads = [unsharded.take_gradients() for unsharded in self._in_graph]
         with span("FSDP::post_backward_reshard", self.name):
             if self._is_freed_in_backward():
@@ -347,6 +360,8 @@ class Unit(UnitParams[Group_co]):
         for group, group_grads in zip(self.param_groups, grads, strict=False):
             if any(grad is not None for grad in group_grads) or group.gradients.must_reduce_zeros():
                 reduce_gradients(self, group, group_grads)
+        for stream in others:
+            streams.wait_in(stream, streams.record(StreamRole.COMPUTE))
 
     def _is_freed_in_backward(self) -> bool:
         return all(group.frees_in_backward() for group in self.param_groups)

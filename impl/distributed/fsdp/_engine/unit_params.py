@@ -36,7 +36,7 @@ class GatherState:
     """State of gathered parameters until they are resharded."""
 
     dtypes: list[torch.dtype]  # dtype of each group
-    event: torch.Event | None  # end of the all-gathers, None once COMPUTE has waited for it
+    event: torch.Event | None  # end of the all-gathers, None on the CPU
     was_prefetched: bool = False  # no forward or backward has used the parameters yet
     # The shards cannot have been written to since the gather, because the root's forward or backward still runs.
     is_of_running_pass: bool = False
@@ -224,10 +224,13 @@ class UnitParams(Generic[Group_co]):
     def _wait_if_idle(self) -> None:
         """Make GATHER wait for COMPUTE, unless this root runs a forward or backward, which has already waited.
 
-        Between them, the user or another root may gather the unit.
+        Between them, the user or another root may gather the unit. The optimizer may step on another stream, with an
+        event for the next forward.
         """
-        if self.root.is_idle():
-            make_gather_wait_for_compute(self.root.streams)
+        root = self.root
+        if root.is_idle():
+            make_gather_wait_for_compute(root.streams)
+            root.streams.wait(StreamRole.GATHER, root.settings.post_optim_event)
 
     def _wait_for_writes(self, dtypes: Sequence[torch.dtype]) -> None:
         """Make GATHER wait for COMPUTE if shards were written to since they were last gathered, in the forward.
@@ -256,7 +259,7 @@ class UnitParams(Generic[Group_co]):
         else:
             assert gathered is not None
             self.root.streams.wait(StreamRole.COMPUTE, gathered.event)
-            gathered.event, gathered.was_prefetched = None, False
+            gathered.was_prefetched = False
             dtypes = gathered.dtypes
         pairs = zip(self.summoned or self.param_groups, dtypes, strict=True)
         self._in_graph = [params.use_unsharded_views(dtype) for params, dtype in pairs]

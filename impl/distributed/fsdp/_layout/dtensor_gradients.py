@@ -291,7 +291,8 @@ class DTensorGradients:
         group, params = self._group, self._reduced_params
         self._were_reduced = True
         has_hooks = any(param.sharded._post_accumulate_grad_hooks for param in params)
-        reduced = self._as_shown(params, reduced) if group.offloads or has_hooks else reduced
+        # Cast here, so that `.grad` is memory of the reduction's stream, which waits for the step before it reuses it.
+        reduced = self._as_shown(params, reduced)
         if group.offloads:
             reduced = copy_to_host_async(reduced) if group.pins and not has_hooks else reduced.to("cpu")
         if has_hooks:
@@ -324,7 +325,7 @@ class DTensorGradients:
         reduced = list(self._reduced)
         self._forget_reduced()
         for params, flat in reduced:
-            self._show(params, self._as_shown(params, flat))
+            self._show(params, flat)
         if self._group.options.reshards_after_backward:
             self._group.discard_post_forward_shards()  # shards that this backward did not use
 

@@ -96,6 +96,17 @@ class RecordingStreams(TorchDispatchMode):
         if event is not None:
             self.log.append(Wait(self._name(role), event))
 
+    def current(self) -> str:
+        return self._streams[-1]
+
+    def record_in(self, stream: str) -> int:
+        return self._recorded(stream)
+
+    def wait_in(self, stream: str, event: int | None) -> None:
+        self._notice_freed()
+        if event is not None:
+            self.log.append(Wait(stream, event))
+
     def block(self, event: int | None) -> None:
         self._notice_freed()
         if event is not None:

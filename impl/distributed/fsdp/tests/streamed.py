@@ -328,6 +328,10 @@ class Faulty(RecordingStreams):
         if self._is_kept(role.value):
             super().wait(role, event)
 
+    def wait_in(self, stream: str, event: int | None) -> None:
+        if self._is_kept(StreamRole.COMPUTE.value):
+            super().wait_in(stream, event)
+
     def block(self, event: int | None) -> None:
         if self._is_kept("host"):
             super().block(event)
