@@ -19,7 +19,6 @@ from conformance.judge.judgement import unavailable
 
 _WIDTH, _STEPS = 16, 3
 _UNIT_NUMEL = _WIDTH * (_WIDTH + 1)  # elements of a layer, and of its gathered or reduced buffer
-Streams = list[torch.Stream | None]
 
 
 class _Training:
@@ -32,7 +31,7 @@ class _Training:
             layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(3)]
         self.model = scene.shard_children(nn.Sequential(*layers).to(self.device), **policy)
         self.x = torch.linspace(-1, 1, _UNIT_NUMEL, device=self.device).view(-1, _WIDTH)
-        self.streams: Streams = [torch.Stream(self.device) if scene.shards else None for _ in range(2)]
+        self.streams = [torch.Stream(self.device) if scene.shards else None for _ in range(2)]
 
     def loss(self) -> torch.Tensor:
         return self.model(self.x).square().mean()
@@ -112,7 +111,7 @@ def step_on_side_stream(scene: Scene, unshards: bool) -> dict[str, torch.Tensor]
     if side is not None:
         torch.accelerator.current_stream().wait_stream(side)
     for module in (*training.model, training.model):
-        module.reshard() if scene.shards else None
+        module.reshard()
     return training.parameters()
 
 
