@@ -140,7 +140,7 @@ class NormInputs:
 
 @dataclass(frozen=True)
 class Step(NormInputs):
-    """Step of one optimizer."""
+    """Inputs of one optimizer's step."""
 
     optimizer: _Optimizer
     # Flags of an earlier check that has unscaled the gradients.

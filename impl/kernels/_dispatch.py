@@ -132,7 +132,7 @@ def cpu_library(tensors: TensorList | None = None) -> NativeLibrary | None:
 def flag_if_free_to_read(flag: Tensor) -> bool | None:
     """Return whether `flag` is not zero, or None if reading it would synchronise.
 
-    Traced code and the backends "torch" and "triton" get None on the CPU too, and work as on a device.
+    The result is also None in traced code and with the backends "torch" and "triton", on the CPU too.
     """
     is_free = flag.is_cpu and dispatch_for(TensorList([flag])).backend == "cpu_blocked"
     return flag.item() != 0 if is_free else None

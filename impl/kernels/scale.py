@@ -18,7 +18,7 @@ _LONG = 1 << 17
 
 @no_grad_fast
 def scale_(tensors: TensorList, factor: Tensor) -> None:
-    """Multiply tensors in place by `factor`, which may be any number. Only tests and measurements need that.
+    """Multiply tensors in place by `factor`, which may be any number. Only tests and benchmarks call it.
 
     Args:
         tensors: a non-empty list of dense tensors of any shape and mixed dtypes on one device.

@@ -1,4 +1,4 @@
-"""A rank's shard of the parameters of one unit that have one dtype and one `requires_grad`, flattened and concatenated.
+"""A rank's shard of a flat parameter: parameters of one unit with the same dtype and `requires_grad`, concatenated.
 
 The optimizer steps the shard, or the user's own parameters, which are views of it. Gradients and states of optimizers
 have the same layout.
@@ -61,7 +61,7 @@ class FlatParamHandle:
         requires_grad = any(p.requires_grad for p in params)
         self.flat_param = FlatParameter(shard.to("cpu") if self.offloads else shard, requires_grad)
         self.flat_param._fqns = tuple(info.name for info in self.param_infos)
-        # Memory of the shard and of the user's own parameters, and the shard's dtype, as they are known to the views.
+        # Addresses and dtype at the last refresh, to notice changes by the user.
         self._address = 0
         self._addresses: list[int] = []
         self._known_dtype = self.dtype

@@ -32,7 +32,7 @@ from impl.distributed.fsdp.api import (
 
 
 class StateDictWrapper(Wrapper):
-    """Wrapper with the settings of its state dicts, and the walks that save or load it now."""
+    """Wrapper with the settings of its state dicts, and the save or load that is under way."""
 
     _state_dict_settings: StateDictSettings
     _saving: StateDictSaving | None = None

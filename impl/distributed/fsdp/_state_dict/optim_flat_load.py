@@ -1,4 +1,4 @@
-"""Load of saved optimizer states for the parameters of one flat parameter: each rank gets its shards of them."""
+"""Load of saved optimizer states into the shards of one flat parameter."""
 
 from __future__ import annotations
 
