@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingReduceScatter
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import PlainTwins
@@ -115,25 +115,16 @@ def step_on_side_stream(scene: Scene, unshards: bool) -> dict[str, torch.Tensor]
     return training.parameters()
 
 
-class _PersistentReduceScatter:
+class _PersistentReduceScatter(ReportingReduceScatter):
     """Reduce-scatter whose input is the same memory for every layer."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(lambda _: None)
         self._buffer = torch.empty(_UNIT_NUMEL, device=device)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         is_input = torch.Size(size).numel() == _UNIT_NUMEL
-        return self._buffer if is_input else torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return self._buffer if is_input else super().allocate(size, dtype=dtype, device=device)
 
 
 def persistent_reduce_scatter(scene: Scene) -> dict[str, torch.Tensor]:
