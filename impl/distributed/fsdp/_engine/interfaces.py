@@ -1,4 +1,4 @@
-"""Interfaces that a unit uses of its root, and of summoned parameters."""
+"""Interfaces that a unit uses of its root and of summoned parameters, and the settings of a root."""
 
 from __future__ import annotations
 

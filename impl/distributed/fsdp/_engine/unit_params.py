@@ -38,7 +38,7 @@ class GatherState:
     dtypes: list[torch.dtype]  # dtype of each group
     event: torch.Event | None  # end of the all-gathers, None on the CPU
     was_prefetched: bool = False  # no forward or backward has used the parameters yet
-    # The shards cannot have been written to since the gather, because the root's forward or backward still runs.
+    # The root's own forward or backward has prefetched them, so no step comes before their use.
     is_of_running_pass: bool = False
     # The user has gathered the unit, and reshards it before writing to its parameters.
     is_kept_by_user: bool = False

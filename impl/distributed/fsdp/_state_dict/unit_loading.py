@@ -63,7 +63,8 @@ class UnitLoading:
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_sharded(state_dict, prefix)
         stand_ins = {handle: stand_ins_for(handle, self) for handle in self._unit.param_groups}
-        if self._kind is StateDictType.FULL_STATE_DICT and self._unit.phase not in SHOWN:
+        has_own = self._wrapper._use_orig_params and self._unit.phase not in SHOWN
+        if has_own and self._kind is StateDictType.FULL_STATE_DICT:
             self._replace_own_parameters(state_dict, prefix, stand_ins)
         for handle in self._unit.param_groups:
             self._shown.enter_context(handle.registration.showing(stand_ins[handle]))
@@ -81,7 +82,7 @@ class UnitLoading:
         """
         for handle, index, name in self._names():
             key = prefix + WRAPPED + name
-            if handle.use_orig_params and state_dict.get(key) is handle.parameters[index]:
+            if state_dict.get(key) is handle.parameters[index]:
                 state_dict[key] = stand_ins[handle][index]
 
     def end(self) -> None:
