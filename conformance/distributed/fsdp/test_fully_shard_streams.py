@@ -1,4 +1,4 @@
-"""fully_shard on streams of the user: forwards, optimizer steps and gathers that the user orders by events."""
+"""fully_shard on an accelerator: work on streams of the user, and work of the user on streams of fully_shard."""
 
 from __future__ import annotations
 
@@ -141,7 +141,53 @@ def persistent_reduce_scatter(scene: Scene) -> dict[str, torch.Tensor]:
     return training.parameters()
 
 
-PROGRAMS = [forwards_on_two_streams, forward_on_side_stream, persistent_reduce_scatter]
+def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training whose hooks step each parameter as soon as it has its gradient."""
+    training = _Training(scene)
+    if scene.shards:
+        training.model.set_is_last_backward(False)
+    for param in training.model.parameters():
+        optimizer = torch.optim.SGD([param], 0.5)
+
+        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    losses = []
+    for _ in range(_STEPS):
+        losses.append(training.loss())
+        losses[-1].backward()
+    return losses
+
+
+def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
+    """Train with two microbatches a step, of which the last adds a penalty of the parameters to the loss."""
+    training = _Training(scene)
+    optimizer = torch.optim.SGD(training.model.parameters(), 0.5)
+    for _ in range(_STEPS):
+        for is_last in (False, True):
+            if scene.shards:
+                training.model.set_is_last_backward(is_last)
+            loss = training.loss()
+            if is_last:
+                shards = [
+                    param.to_local() if scene.shards else param for param in training.model.parameters()
+                ]
+                loss = loss + sum(shard.square().sum() for shard in shards)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return training.parameters()
+
+
+PROGRAMS = [
+    forwards_on_two_streams,
+    forward_on_side_stream,
+    persistent_reduce_scatter,
+    steps_in_hooks_before_last_backward,
+    penalty_of_shards,
+]
 
 
 @clause("distributed.fsdp.fully_shard.user_streams")

@@ -99,7 +99,11 @@ class Root:
         """Whether REDUCE adds to `.grad`, in its own memory, while COMPUTE continues."""
         settings = self.settings
         waits_at_end = settings.is_last_backward and not settings.is_finalized_by_user
-        return self.streams.is_async and not (waits_at_end or self._offloads)
+        if not self.streams.is_async or waits_at_end or self._offloads:
+            return False
+        # A hook may have stepped the parameters on REDUCE.
+        groups = (group for unit in self.units for group in unit.param_groups)
+        return not any(param._post_accumulate_grad_hooks for group in groups for param in group.stepped)
 
     def handle_failed_backward(self) -> None:
         """End a backward that raised. autograd has released its callback without calling it.
@@ -214,7 +218,10 @@ class Root:
             self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.ALL_REDUCE))
             self.memory.forget_all_reduced()
         accumulates_on = StreamRole.REDUCE
-        if not self.accumulates_on_reduce_stream:
+        if self.accumulates_on_reduce_stream:
+            # A loss that reads the sharded parameters has added to `.grad` on COMPUTE.
+            self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.COMPUTE))
+        else:
             self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
             self.memory.forget_reduced()
             accumulates_on = StreamRole.COMPUTE
@@ -305,6 +312,9 @@ class Root:
                 model_unit.reshard_unused()
             self.memory.free_resharded()
             self.wait_for_pinned_reads()
+            if self.awaited_end is not None:
+                # A loss that reads the sharded parameters adds to `.grad` on COMPUTE.
+                self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
 
     def wait_for_pinned_reads(self) -> None:
         """Wait until pending all-gathers have read the pinned shards, so that the host may write to them.

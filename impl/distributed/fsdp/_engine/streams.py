@@ -19,8 +19,10 @@ Writes that must happen before reads:
 - REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them. ALL_REDUCE waits for REDUCE
   before it reads the shard that REDUCE scattered, and REDUCE waits for ALL_REDUCE at the end of backward.
 - COMPUTE waits for REDUCE at the end of backward, before `.grad` is published. With parameters on the CPU the host
-  waits for COMPUTE too. After a backward that is not the last, REDUCE itself adds to `.grad`, in its own memory. If
-  nothing is sharded it copies the buffer.
+  waits for COMPUTE too. After a backward that is not the last, REDUCE itself adds to `.grad`, in its own memory, unless
+  hooks may have stepped the parameters on REDUCE. If nothing is sharded it copies the buffer.
+- A loss that reads the sharded parameters adds to `.grad` on COMPUTE. So REDUCE waits for COMPUTE before it adds, and
+  COMPUTE waits for REDUCE at the end of the next outermost forward.
 - COMPUTE waits for REDUCE, too, when the user waits for gradients that a backward left open, and before a scaler takes
   or returns the gradients of a microbatch.
 - The host waits for the reduction of a unit, and the copy of its gradients, before a receiver reads them. By then all

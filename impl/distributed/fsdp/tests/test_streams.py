@@ -162,8 +162,9 @@ WAITS = (
 )
 # Wait of the host that only bounds memory: at most two units are unsharded.
 BOUNDS_MEMORY = {(HOST, "admit")}
-# Wait for gathers that the user of fully_shard requests before there is a root, tested on the simulated accelerator.
-SEEN_ELSEWHERE = {("gather", "wait_for_earlier_gathers")}
+# Waits that are tested on the simulated accelerator: for gathers that the user of fully_shard requests before there is
+# a root, and for gradients that a loss of the sharded parameters adds to.
+SEEN_ELSEWHERE = {("gather", "wait_for_earlier_gathers"), ("compute", "_leave_forward")}
 RECORDS = (
     ("gather", "gather"),
     ("compute", "reduce_gradients"),
