@@ -90,6 +90,7 @@ class RankPool:
         self.world_size = world_size
         self.starts = 0  # number of times that ranks were started
         self.traces: Sequence[Sequence[Collective]] = ()  # collectives of each rank in the last case
+        self.hazards: Sequence[str] = ()  # hazards of the last case
         self._backend = backend or backend_for(device)
         self.device = device
         self._warm_up = pickle.dumps(warm_up) if warm_up else None
@@ -242,6 +243,7 @@ class RankPool:
             raise self._fault(pickle.loads(request)[0], progress, clock)
         if not all(end.is_clean for end in done):
             self.kill()
+        self.hazards = [hazard for end in done for hazard in end.hazards]
         return [pickle.loads(end.result) for end in done]
 
     def _messages(self, clock: _Clock) -> Iterator[tuple[RankHandle, Any]]:

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -109,6 +109,8 @@ class Done:
     result: bytes
     # Whether the process can run another case.
     is_clean: bool
+    # On the simulated device, pairs of accesses to the same memory that no wait orders.
+    hazards: Sequence[str] = ()
 
 
 def serve(
@@ -232,11 +234,14 @@ def _run_case(settings: RankSettings, channel: Channel, request: bytes) -> None:
         before = _lasting_state()
         # The seed is the same on all ranks and before every case. Cases derive differences from the rank's number.
         seeding.begin(settings.rank)
+        if settings.device == simulator.NAME:
+            simulator.log_hazards()
         result = by_value.dumps(case(rank, **arguments))
         if settings.device != "cpu":
             # A failure of the case's queued work must not be charged to the next case.
             torch.get_device_module(settings.device).synchronize()
-        message = Done(result, is_clean=_lasting_state() == before)
+        hazards = list(map(str, simulator.take_hazards())) if settings.device == simulator.NAME else []
+        message = Done(result, _lasting_state() == before, hazards)
     except BaseException as error:
         # Report the failure before leaving the group, which may fail too.
         channel.send(_failure(settings.rank, error))

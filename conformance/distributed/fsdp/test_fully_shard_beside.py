@@ -329,6 +329,9 @@ def trained_as_two_models(
         if steps_in_between:
             scene.mean(lambda rank: second(batch + rank).square().mean()).backward()
             first(batch)
+            if scene.shards and scene.rank.device.type != "cpu":
+                # The prefetch, whose values are not used, reads what the step writes.
+                torch.accelerator.synchronize()
             optimizer.step()
             optimizer.zero_grad()
         scene.mean(lambda rank: second(first(batch + rank)).square().mean()).backward()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from conformance import simulator
 from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingReduceScatter
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
 from conformance.distributed.fsdp.scenes.scene import Scene
@@ -24,12 +25,16 @@ _UNIT_NUMEL = _WIDTH * (_WIDTH + 1)  # elements of a layer, and of its gathered 
 class _Training:
     """Model of three layers and streams of the user, which the unsharded reference on the CPU does not have."""
 
-    def __init__(self, scene: Scene, **policy: Any) -> None:
+    def __init__(self, scene: Scene, api: str = "fully_shard", **policy: Any) -> None:
         self.device = scene.rank.device
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
             layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(3)]
-        self.model = scene.shard_children(nn.Sequential(*layers).to(self.device), **policy)
+        model = nn.Sequential(*layers).to(self.device)
+        if api == "fully_shard":
+            self.model = scene.shard_children(model, **policy)
+        else:
+            self.model = scene.wrap(model, strategy="FULL_SHARD", units=[nn.Linear], use_orig_params=True)
         self.x = torch.linspace(-1, 1, _UNIT_NUMEL, device=self.device).view(-1, _WIDTH)
         self.streams = [torch.Stream(self.device) if scene.shards else None for _ in range(2)]
 
@@ -57,19 +62,22 @@ class _Training:
         return full_parameters(self.model)
 
 
-def forwards_on_two_streams(scene: Scene) -> dict[str, torch.Tensor]:
-    """Train with one backward of two forwards."""
-    training = _Training(scene)
+def forwards_on_two_streams(scene: Scene, api: str = "fully_shard") -> list[torch.Tensor]:
+    """Return the losses of a training with one backward of two forwards."""
+    training, losses = _Training(scene, api), list[torch.Tensor]()
     optimizer = torch.optim.SGD(training.model.parameters(), 0.5)
     for _ in range(_STEPS):
-        losses = []
         for stream in training.streams:
             with training.on(stream):
                 losses.append(training.loss())
-        (losses[0] + losses[1]).backward()
+        (losses[-2] + losses[-1]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return training.parameters()
+    return losses
+
+
+def forwards_of_fsdp_on_two_streams(scene: Scene) -> list[torch.Tensor]:
+    return forwards_on_two_streams(scene, "FullyShardedDataParallel")
 
 
 def forward_on_side_stream(scene: Scene) -> dict[str, torch.Tensor]:
@@ -183,6 +191,7 @@ def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
 
 PROGRAMS = [
     forwards_on_two_streams,
+    forwards_of_fsdp_on_two_streams,
     forward_on_side_stream,
     persistent_reduce_scatter,
     steps_in_hooks_before_last_backward,
@@ -198,6 +207,16 @@ def test_streams_of_user_keep_results(plain_twins: PlainTwins, device: str, prog
     if device == "cpu":
         unavailable("an accelerator")
     plain_twins.deviate_to_unsharded(program, may_agree=True)
+
+
+@clause("distributed.fsdp.fully_shard.ordered")
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_waits_order_accesses_to_memory(plain_twins: PlainTwins, device: str, program: Any) -> None:
+    """Run the program. `run_on_ranks` asserts this of every program on the simulated device."""
+    if device != simulator.NAME:
+        unavailable("the simulated device")
+    plain_twins.values(program)
 
 
 @clause("distributed.fsdp.fully_shard.user_streams")

@@ -176,6 +176,9 @@ class CallScene(Scene):
         group = self.optimizer.param_groups[0]
         parameters = group["params"]
         group["params"] = [p for p in parameters if self.unit_of[id(p)] not in self.waiting]
+        if self.rank.device.type != "cpu":
+            # Reductions of a backward that is not the last, and gathers by `unshard`, may still run.
+            torch.accelerator.synchronize()
         try:
             self.optimizer.step()
         finally:

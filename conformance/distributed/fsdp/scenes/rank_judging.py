@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, train_unsharded
 from conformance.distributed.fsdp.scenes.scene import TREE
+from conformance.judge.files.claims import claimed_extensions
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.judge.tolerances import TRAINED, Tolerance
@@ -24,6 +25,7 @@ _TO_TORCH_ITSELF = (
     # torch reports this builtin when Dynamo traces into the runtime.
     "Dynamo does not know how to trace the builtin",
 )
+_ORDERED = "distributed.fsdp.fully_shard.ordered"
 _OF_FROZEN_PARTS = "has both parameters with requires_grad=True and False"  # deviation fsdp.frozen_in_part
 _UNSHARDED = ("outputs", "losses", "input_gradients", "whole_gradients", "whole_parameters", "buffers")
 
@@ -38,9 +40,12 @@ def run_on_ranks(
 ) -> list[Outcome]:
     """Run a case on all ranks. Return the outcomes, with each warning once.
 
+    On the simulated device, assert that waits order all accesses to the same memory, if the library claims the clause.
     How often a warning is given depends on the number of units, so it is not compared.
     """
     outcomes = pool.run(case, library=library.spec, **arguments)
+    if _ORDERED in claimed_extensions(library.spec):
+        assert not pool.hazards, "\n".join(pool.hazards)
     return [replace(outcome, warned=_without_torchs_own(outcome.warned)) for outcome in outcomes]
 
 
