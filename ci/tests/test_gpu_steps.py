@@ -1,8 +1,7 @@
-"""Tests of the phases of `ci/gpu` that time steps against torch: steps, large, fake and launch."""
+"""Tests of the phases of `ci/gpu` that time steps against torch: steps, large and fake."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,9 +16,7 @@ import torch
 
 from benchmarks.common import LARGE_SHAPES, SHAPES
 from benchmarks.timing import Workload
-from conformance.gpu import __main__ as command
-from conformance.gpu import fake, large, launch_costs, phase_rows, phases, steps, summary, sweep
-from conformance.gpu.bundle import REPORT
+from conformance.gpu import fake, large, phase_rows, phases, steps
 from conformance.gpu.phase_rows import PhaseTask, Rows, read_rows
 
 # A phase keeps the file of its rows open for as long as its process lives.
@@ -64,7 +61,7 @@ def test_large_steps_include_a_copy_for_comparison(tmp_path: Path) -> None:
     assert {dtype: row["bytes"] for dtype, row in copies.items()} == {"float32": 800_000, "bfloat16": 400_000}
 
 
-@pytest.mark.parametrize("work", [steps.work, large.work, fake.work, launch_costs.work, sweep.work])
+@pytest.mark.parametrize("work", [steps.work, large.work, fake.work])
 def test_phase_without_time_plans_its_rows_and_stops(
     tmp_path: Path, work: Callable[[PhaseTask, Rows], None]
 ) -> None:
@@ -144,32 +141,6 @@ def test_api_that_a_subject_lacks_is_not_available(tmp_path: Path) -> None:
     assert {row["outcome"] for row in rows} == {"not available"}
 
 
-def test_launches_need_cuda(tmp_path: Path) -> None:
-    rows = read_rows_of(tmp_path, launch_costs.work).rows
-    assert {row["outcome"] for row in rows} == {"not available"}
-    assert len(rows) == len(launch_costs.COSTS)
-
-
-def output_in_interpreter(program: str) -> str:
-    """Run a program with Triton's interpreter. Return its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=phases.ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=60,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_tiny_kernel_multiplies() -> None:
-    pytest.importorskip("triton")
-    program = (
-        "import torch; from conformance.gpu.tiny_kernel import launch; values = torch.ones(8); "
-        "launch(values, torch.tensor(3.0)); print(values.tolist())"
-    )
-    assert output_in_interpreter(program).strip() == str([3.0] * 8)
-
-
 # The program prints the name of each kernel that a check launches.
 CHECKED = """
 from triton.runtime.interpreter import GridExecutor
@@ -194,73 +165,10 @@ def test_checks_of_kernels_launch_every_kernel() -> None:
     pytest.importorskip("triton")
     from conformance.gpu.ahead_of_time import CASES  # noqa: PLC0415  needs Triton
 
-    launched = set(output_in_interpreter(CHECKED).split())
-    assert launched == {case.kernel.__name__ for case in CASES}
-
-
-def test_sweep_needs_cuda(tmp_path: Path) -> None:
-    result = read_rows_of(tmp_path, sweep.work)
-    assert not result.missing
-    assert {row["outcome"] for row in result.rows} == {"not available"}
-
-
-# The program prints the grid and the constants of each launch.
-LAUNCHES = """
-import torch
-from triton.runtime.interpreter import GridExecutor
-from conformance.gpu.bandwidth import calls_on
-from conformance.gpu.sweep import CALLS, FINISH, launched_by
-from impl import kernels
-
-launch = GridExecutor.__call__
-
-def report(self, *args, **options):
-    print(self.grid[0], options.get("BLOCK"), options.get("num_warps"))
-    return launch(self, *args, **options)
-
-GridExecutor.__call__ = report
-for settings in ((1024, 512, 2), None):
-    calls = calls_on([torch.ones(4096)])
-    calls[FINISH] = calls["total_norm 2"]
-    print("--")
-    for name in (*CALLS, FINISH):
-        with kernels.backend("triton"):
-            if settings:
-                with launched_by(*settings, is_finish=name == FINISH):
-                    calls[name][1]()
-            else:
-                calls[name][1]()
-"""
-
-
-def test_sweep_changes_launches_until_it_ends() -> None:
-    pytest.importorskip("triton")
-    _, changed, as_before = (section.split("\n") for section in output_in_interpreter(LAUNCHES).split("--"))
-    assert changed.count("4 512 2") == len(sweep.CALLS)
-    assert [*filter(None, changed)][-1] == "1 512 2"  # the norm's second kernel
-    assert any(as_before)
-    assert not [line for line in as_before if line.endswith(" 512 2")]
-
-
-def test_sweep_runs_only_if_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(command, "run_all", lambda phases, *rest: ran.extend(phase.name for phase in phases))
-    monkeypatch.setattr(command.signal, "signal", lambda *handler: None)
-    words = ["--device", "cpu", "--out", str(tmp_path)]
-    command.main(words)
-    assert "speed" in ran
-    assert "sweep" not in ran
-    assert "sweep" not in json.loads((tmp_path / REPORT).read_text())["phases"]
-    command.main([*words, "--only", "sweep"])
-    assert "sweep" in ran
-
-
-def test_summary_has_the_fastest_launch_of_each_kernel() -> None:
-    rows = [
-        {"name": "a", "outcome": "measured", "says": "4 µs", "seconds": 4e-6, "launch": [8192, 1024, 4]},
-        {"name": "b", "outcome": "measured", "says": "3 µs", "seconds": 3e-6, "launch": [8192, 2048, 8]},
-        {"name": "c", "outcome": "failed", "says": "too large"},
-    ]
-    text = summary._SECTIONS["sweep"]([{"call": "unscale_", "dtype": "float32", **row} for row in rows])
-    assert "| unscale_ | float32 | 8192 | 2048 | 8 | 3 µs |" in text
-    assert "4 µs" not in text
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKED],
+        cwd=phases.ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {case.kernel.__name__ for case in CASES}

@@ -283,7 +283,7 @@ def test_captured_step_with_old_learning_rate_is_a_fault(monkeypatch: pytest.Mon
 
 def test_every_phase_has_its_section_in_the_summary() -> None:
     names = {phase.name for phase in phases(0)}
-    assert {"waits", "values", "graphs", "launch", "fake", "steps", "large"} <= names
+    assert {"waits", "values", "graphs", "fake", "steps", "large"} <= names
     assert names == summary._SECTIONS.keys()
 
 

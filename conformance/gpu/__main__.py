@@ -3,7 +3,6 @@
 ci/gpu --out bundle                  everything, within 9 minutes
 ci/gpu --device cpu                  everything but the device
 ci/gpu --only launches --only bandwidth
-ci/gpu --only sweep                  kernels with other chunk and block sizes; runs only if named
 ci/gpu --only probe --only judge --ranks gloo    ranks over gloo instead of NCCL
 ci/gpu --machine lab-h100            name of the host, or of a pool of equal hosts, for its timings
 ci/bench --add bundle                in a checkout with git: add the timings to benchmarks/results
@@ -59,7 +58,6 @@ def phases(gpus: int) -> list[GpuPhase]:
         GpuPhase("values", 0, module("values"), fixed_s=16.0),
         GpuPhase("graphs", 0, module("graphs"), fixed_s=15.0),
         GpuPhase("launches", 0, module("launches"), fixed_s=14.0),
-        GpuPhase("launch", 0, module("launch_costs"), fixed_s=8.0),
         GpuPhase("bandwidth", 0, module("bandwidth"), fixed_s=35.0),
         GpuPhase(
             "judge",
@@ -74,7 +72,6 @@ def phases(gpus: int) -> list[GpuPhase]:
         GpuPhase("steps", 5, module("steps"), fixed_s=12.0),
         GpuPhase("large", 5, module("large"), fixed_s=12.0),
         GpuPhase("speed", 18, module("speed_phase"), fixed_s=12.0),
-        GpuPhase("sweep", 20, module("sweep"), fixed_s=12.0),
     ]
 
 
@@ -83,7 +80,6 @@ WARM_UP = GpuPhase("warm-up", 0, module("warm_up"), fixed_s=22.0, spare_s=38.0)
 HOST = GpuPhase("host", 0, module("host"), fixed_s=6.0, spare_s=14.0)
 _HOST_AGAIN = GpuPhase("host, again", 0, module("host"), fixed_s=3.0)
 NAMES = [phase.name for phase in phases(0)]
-_ONLY_BY_NAME = ("sweep",)
 
 
 def main(words: Sequence[str] | None = None, began: float | None = None) -> int:
@@ -176,7 +172,7 @@ def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
     )
     words = shlex.join(["ci/gpu", *sys.argv[1:]])
     bundle = Bundle(task, folder, Path(options.out).resolve(), options.budget, words)
-    named = options.only or [name for name in NAMES if name not in _ONLY_BY_NAME]
+    named = options.only or NAMES
     chosen = [phase for phase in phases(0) if phase.name in named]
     clock = Clock([WARM_UP, HOST, *chosen[:-1], _HOST_AGAIN, *chosen[-1:]], options.budget, began)
     if clock.shortage:
@@ -190,9 +186,7 @@ def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
     )
     all_phases = phases(len(host.get("gpus", [])))
     bundle.ran += [
-        PhaseRun(phase, LEFT_OUT, not_run=[phase.name])
-        for phase in all_phases
-        if phase.name not in (*named, *_ONLY_BY_NAME)
+        PhaseRun(phase, LEFT_OUT, not_run=[phase.name]) for phase in all_phases if phase.name not in named
     ]
     chosen = [phase for phase in all_phases if phase.name in named]
     if obstacle := _obstacle(task.device, bundle):

@@ -89,7 +89,7 @@ def _measured(name: str, owner: str, shapes: str, dtype: str, device: str) -> Re
         call_s = seconds(call, device)
         took_s = device_seconds(call, device)
     share = times * copy_s / (2 * took_s)
-    says = f"{bandwidth_in_words(moved_bytes, took_s)}, {share:.0%} of a copy's, {call_s * 1e6:.0f} µs a call"
+    says = f"{_in_words(moved_bytes, took_s)}, {share:.0%} of a copy's, {call_s * 1e6:.0f} µs a call"
     about = {"call": name, "whose": owner, "shapes": shapes, "dtype": dtype, "bytes": moved_bytes}
     return "measured", says, {**about, "seconds": took_s, "call_seconds": call_s, "share": share}
 
@@ -115,7 +115,7 @@ def copied(shapes: str, dtype: str, device: str) -> Result:
     """Return the row of a plain copy of as many bytes as the tensors have."""
     moved_bytes, copy_s = 2 * _bytes_of(shapes, dtype), _copy_seconds(shapes, dtype, device)
     about = {"call": "copy", "shapes": shapes, "dtype": dtype, "bytes": moved_bytes}
-    return "measured", bandwidth_in_words(moved_bytes, copy_s), {**about, "seconds": copy_s}
+    return "measured", _in_words(moved_bytes, copy_s), {**about, "seconds": copy_s}
 
 
 @cache
@@ -147,7 +147,7 @@ def device_seconds(call: Callable[[], object], device: str) -> float:
     return sum(event.time_range.elapsed_us() for event in on_device) / _CALLS / 1e6
 
 
-def bandwidth_in_words(moved_bytes: int, took_s: float) -> str:
+def _in_words(moved_bytes: int, took_s: float) -> str:
     return f"{took_s * 1e6:.1f} µs, {moved_bytes / took_s / 1e9:.1f} GB/s"
 
 

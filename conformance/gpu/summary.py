@@ -129,15 +129,6 @@ def _counted(title: str) -> Any:
     return draw
 
 
-def _sweep(rows: Sequence[dict[str, Any]]) -> str:
-    fastest: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in sorted((row for row in rows if "seconds" in row), key=lambda row: row["seconds"]):
-        fastest.setdefault((row["call"], row["dtype"]), row)
-    lines = [[*key, *map(str, row["launch"]), row["says"]] for key, row in fastest.items()]
-    heads = ["call", "dtype", "chunk", "block", "warps", ""]
-    return f"## Fastest of {len(rows)} launches\n\n{table(heads, lines)}"
-
-
 _SECTIONS = {
     "judge": _unavailable,
     "kernels": _plain("Kernels"),
@@ -146,12 +137,10 @@ _SECTIONS = {
     "graphs": _plain("CUDA graphs"),
     "training": _plain("Training"),
     "launches": _plain("What one call launches"),
-    "launch": _plain("One launch"),
     "bandwidth": _plain("Bandwidth"),
     "fake": _plain("Sharded steps without communication"),
     "steps": _plain("Steps beside torch's"),
     "large": _plain("Large steps beside torch's"),
     "speed": _speed,
-    "sweep": _sweep,
     "probe": _probe,
 }
