@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from conformance.training.certify import Certificate, NotComparable, certify
 from conformance.training.config import DTYPES, OPTIMIZERS, TrainingConfig, full_config, small_config
 from conformance.training.judge import TrainingResult, as_json, judge
-from conformance.training.trainer import OtherRun, TrainingRun
+from conformance.training.trainer import TrainingRun
 
 
 def main(words: list[str] | None = None) -> int:
@@ -34,15 +34,9 @@ def main(words: list[str] | None = None) -> int:
         configs = _configs(options)
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-            if not options.resume:
-                for old in folder.glob("*.checkpoint"):
-                    old.unlink()
-        results = _judge(options, configs, folder, console)
-    except OtherRun as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 2
+        results = _judge(options, configs, folder if options.record else None, console)
     except KeyboardInterrupt:
-        console.print("stopped; the same command with --resume continues" if folder else "stopped")
+        console.print("stopped")
         return 130
     if folder:
         from conformance.training import plot  # noqa: PLC0415 (judging needs no matplotlib)
@@ -67,11 +61,10 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--inject-inf-at", type=int, metavar="STEP", help="default: within the first half")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--out", default="report/training", help="folder for checkpoints, plots and data")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
+    parser.add_argument("--out", default="report/training", help="folder for plots, data and certificates")
     parser.add_argument("--record", action="store_true", help="write a certificate of each run in --out")
     parser.add_argument("--certify", nargs=2, metavar="FOLDER", help="only compare two certificates")
-    parser.add_argument("--gate", action="store_true", help="small, fp16 and bf16, no checkpoints")
+    parser.add_argument("--gate", action="store_true", help="small, fp16 and bf16, no plots")
     parser.add_argument("--json", metavar="FILE", help="default: training.json in --out")
     return parser.parse_args(words)
 
@@ -96,7 +89,7 @@ def _with_inf_inside(config: TrainingConfig) -> TrainingConfig:
 
 
 def _judge(
-    options: argparse.Namespace, configs: list[TrainingConfig], folder: Path | None, console: Console
+    options: argparse.Namespace, configs: list[TrainingConfig], certificates: Path | None, console: Console
 ) -> list[TrainingResult]:
     columns = (
         TextColumn("{task.description}"),
@@ -114,7 +107,7 @@ def _judge(
             note = f"{run.losses[-1]:.2f} bits a byte, {len(run.skipped)} skipped"
             progress.update(tasks[name], completed=len(run.losses), note=note)
 
-        return [judge(options.subject, config, folder, show, options.record) for config in configs]
+        return [judge(options.subject, config, show, certificates) for config in configs]
 
 
 def _certify(folders: list[str], console: Console) -> int:

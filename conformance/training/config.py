@@ -21,10 +21,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, bool], bool | None]] = {
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Configuration of a training run. Two runs of equal configs differ only by their libraries.
-
-    A longer run begins with the same steps as a shorter one, so a finished run can be resumed with more `steps`.
-    """
+    """Configuration of a training run. Two runs of equal configs differ only by their libraries."""
 
     shape: Shape
     dtype: str = "fp16"  # a key of DTYPES

@@ -17,14 +17,13 @@ class Shape:
     heads: int
     width: int
     context: int  # bytes a window holds
-    dropout: float = 0.0
 
 
 # B = windows in a batch, T = bytes in a window, D = width, H = heads
 class GPTBlock(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads, self.dropout = shape.heads, shape.dropout
+        self.heads = shape.heads
         self.norm_attention = nn.LayerNorm(shape.width)
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.attention_out = nn.Linear(shape.width, shape.width)
@@ -33,19 +32,15 @@ class GPTBlock(nn.Module):
         self.mlp_out = nn.Linear(4 * shape.width, shape.width)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_BTD = x_BTD + self._drop(self._attend(self.norm_attention(x_BTD)))
+        x_BTD = x_BTD + self._attend(self.norm_attention(x_BTD))
         hidden = F.gelu(self.mlp_in(self.norm_mlp(x_BTD)))
-        return x_BTD + self._drop(self.mlp_out(hidden))
+        return x_BTD + self.mlp_out(hidden)
 
     def _attend(self, x_BTD: torch.Tensor) -> torch.Tensor:
         B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        dropout = self.dropout if self.training else 0.0
-        mixed_BHT = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        mixed_BHT = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.attention_out(mixed_BHT.transpose(1, 2).reshape(B, T, D))
-
-    def _drop(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(x, self.dropout, self.training)
 
 
 class GPT(nn.Module):

@@ -20,7 +20,7 @@ from conformance.judge.library import Library, load_library
 from conformance.training.compare import TIMES_FURTHER, Bound, Check, compare
 from conformance.training.config import TrainingConfig
 from conformance.training.corpus import load_corpus
-from conformance.training.trainer import ByFusedStep, Captured, OtherRun, Parts, Trainer, TrainingRun, train
+from conformance.training.trainer import ByFusedStep, Captured, Parts, Trainer, TrainingRun, train
 
 _PARTS = ("amp.autocast", "amp.GradScaler", "nn.utils.clip_grad_norm_")
 _CAPTURE = "optim.capture"
@@ -65,14 +65,13 @@ class TrainingResult:
 def judge(
     subject: str,
     config: TrainingConfig,
-    folder: Path | None = None,
     on_step: Callable[[str, TrainingRun], None] | None = None,
-    has_certificates: bool = False,
+    certificates: Path | None = None,
 ) -> TrainingResult:
-    """Run `config` with torch and with `subject`. Runs with checkpoints in `folder` continue from them.
+    """Run `config` with torch and with `subject`.
 
-    `on_step` is called after each step with the run's name and the run. With `has_certificates`, each run writes one
-    in a folder of its own in `folder`.
+    `on_step` is called after each step with the run's name and the run. With `certificates`, each run writes one in a
+    folder of its own there.
     """
     started = time.perf_counter()
     corpus = load_corpus()
@@ -85,13 +84,9 @@ def judge(
         role: str, parts: Parts, config: TrainingConfig, trained_by: type[Trainer] = Trainer
     ) -> TrainingRun:
         name = f"{role} {parts.name} {config.dtype} {config.optimizer}"
-        file = name.replace(" ", "-")
-        saved = folder / f"{file}.checkpoint" if folder else None
         reported = on_step and (lambda run: on_step(name, run))
-        certificate = folder / f"{file}.certificate" if folder and has_certificates else None
-        return train(
-            parts, config, corpus, saved, on_step=reported, trained_by=trained_by, certificate=certificate
-        )
+        certificate = certificates and certificates / f"{name.replace(' ', '-')}.certificate"
+        return train(parts, config, corpus, reported, trained_by, certificate)
 
     if len(result.lacking) == len(_PARTS):
         return result
@@ -107,8 +102,6 @@ def judge(
             with library.kernels.backend(way.backend) if way.backend else contextlib.nullcontext():
                 subject_run = run("subject", parts_of(library, way.name), config, way.trained_by)
             checks = compare(config, reference, subject_run, held_to)
-        except OtherRun:
-            raise
         except Exception as error:
             # An error of the subject fails its run, but must not end the judge. Its text may contain full tensors, so
             # only the traceback is printed.

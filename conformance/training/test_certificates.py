@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +20,8 @@ from conformance.ranks import Rank, RankPool
 from conformance.training.__main__ import main
 from conformance.training.certificate import RunRecorder, summarize
 from conformance.training.certify import Certificate, NotComparable, Verdict, certify
-from conformance.training.corpus import load_corpus
-from conformance.training.judge import parts_of
-from conformance.training.test_training import CONFIG as TRAINING
-from conformance.training.trainer import train
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
-CONFIG = dataclasses.replace(TRAINING, steps=6, evaluate_every=6, held_out_windows=1)
 
 
 @given(
@@ -203,18 +197,24 @@ def test_replicas_that_differ_are_named(recorded: Callable[..., Certificate]) ->
 
 
 def test_resumed_run_gives_certificate_of_uninterrupted_run(tmp_path: Path) -> None:
-    parts, corpus = parts_of(load_library("torch")), load_corpus()
-    train(parts, CONFIG, corpus, certificate=tmp_path / "whole")
-    saved, resumed = tmp_path / "saved", tmp_path / "resumed"
-    train(parts, dataclasses.replace(CONFIG, steps=4), corpus, saved, save_every=4, certificate=resumed)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    model = torch.nn.ParameterList([weight])
+
+    def record(folder: str, first: int, stop: int) -> None:
+        recorder = RunRecorder(tmp_path / folder, model, first_step=first)
+        for step in range(first, stop):
+            weight.data.fill_(step)
+            recorder.record("step")
+
+    record("whole", 0, 6)
+    record("resumed", 0, 4)
     # Steps after the checkpoint are recorded, lost with the process, and repeated.
     lost = json.dumps({"step": 4, "phase": "step", "tensors": {}, "of_rank": {}, "scaler": {}})
-    with (resumed / "rank-0.jsonl").open("a") as file:
+    with (tmp_path / "resumed" / "rank-0.jsonl").open("a") as file:
         file.write(f"{lost}\n{lost[:20]}")
-    train(parts, CONFIG, corpus, saved, certificate=resumed)
-    whole = Certificate.read(tmp_path / "whole")
-    assert certify(whole, Certificate.read(resumed)) == Verdict("12 records of 6 steps, 0 to 5", [])
-    assert len(whole.points) == 12
+    record("resumed", 4, 6)
+    whole, resumed = (Certificate.read(tmp_path / folder) for folder in ("whole", "resumed"))
+    assert certify(whole, resumed) == Verdict("6 records of 6 steps, 0 to 5", [])
 
 
 def step_recorded(
@@ -280,9 +280,8 @@ def test_all_runs_of_a_comparison_get_certificates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--subject", "torch", "--dtype", "fp16", "--out", str(tmp_path), "--record"]
-    assert main([*arguments, "--steps", "12"]) in (0, 1)
+    assert main([*arguments, "--steps", "12"]) == 1  # twelve steps teach little
     reference, *others = sorted(tmp_path.glob("*.certificate"))
     assert [len(Certificate.read(folder).points) for folder in (reference, *others)] == [24] * (
         1 + len(others)
     )
-    assert "checkpoint is of another run" not in capsys.readouterr().out

@@ -1,33 +1,27 @@
-"""Training is reproducible and survives kill -9. Its judge passes correct libraries and fails wrong ones."""
+"""Training is reproducible. Its judge passes correct libraries and fails wrong ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import conformance
 from conformance.judge.library import load_library
 from conformance.training.compare import Bound, compare
 from conformance.training.config import TrainingConfig, small_config
 from conformance.training.corpus import load_corpus, windows
 from conformance.training.gpt import Shape
 from conformance.training.judge import as_json, judge, parts_of
-from conformance.training.trainer import OtherRun, Parts, TrainingRun, train
+from conformance.training.trainer import Parts, TrainingRun, train
 
-# Dropout draws random numbers on the device, so that a resumed run needs their state too.
 CONFIG = small_config(
     "fp16",
-    shape=Shape(layers=1, heads=2, width=16, context=16, dropout=0.1),
+    shape=Shape(layers=1, heads=2, width=16, context=16),
     steps=20,
     growth_interval=5,
     inject_inf_at=12,
@@ -37,15 +31,8 @@ CONFIG = small_config(
 TORCH = parts_of(load_library("torch"))
 
 
-def run(parts: Parts = TORCH, config: TrainingConfig = CONFIG, **how: Any) -> TrainingRun:
-    return train(parts, config, load_corpus(), **how)
-
-
-def without_clock(run: TrainingRun) -> dict[str, Any]:
-    fields = dataclasses.asdict(run)
-    del fields["seconds"], fields["resumed_at"]
-    # The norm of a skipped step may be nan, which differs from itself, unlike its repr.
-    return fields | {"grad_norms": [repr(norm) for norm in run.grad_norms]}
+def run(parts: Parts = TORCH, config: TrainingConfig = CONFIG) -> TrainingRun:
+    return train(parts, config, load_corpus())
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +51,8 @@ def test_same_config_repeats_bits_and_keeps_global_state(reference: TrainingRun)
     torch.manual_seed(7)
     threads = torch.get_num_threads()
     again = run()
-    assert without_clock(again) == without_clock(reference)
+    # The norm of a skipped step may be nan, which differs from itself, unlike its repr.
+    assert repr(again) == repr(reference)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
     assert run(config=dataclasses.replace(CONFIG, seed=2)).weights != reference.weights
@@ -82,66 +70,6 @@ def test_config_overflows_and_recovers_from_injected_inf(reference: TrainingRun)
     assert at + 1 not in reference.skipped
     assert all(map(math.isfinite, reference.losses))
     assert math.isfinite(reference.grad_norms[at + 1])
-
-
-# Torch is imported once and forked for each moment, before any operator has started threads.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch._dynamo  # the first optimizer would import it, in each child
-from conformance.training.test_training import run
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def train_until(moment, folder):
-    def on_step(run):
-        if len(run.losses) == 10:
-            if moment == "between checkpoints":
-                die()
-            setattr(os, moment, die)
-    run(saved=Path(folder, moment), save_every=4, on_step=on_step)
-
-for moment in sys.argv[2:]:
-    child = os.fork()
-    if not child:
-        train_until(moment, sys.argv[1])
-        os._exit(0)
-    print(os.WTERMSIG(os.waitpid(child, 0)[1]))
-"""
-MOMENTS = ("between checkpoints", "fsync", "replace")
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the files that each killed run left, named by the moment."""
-    folder = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-c", KILLED, str(folder), *MOMENTS]
-    root = Path(conformance.__file__).parents[1]
-    child = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
-    assert child.stdout.split() == [str(int(signal.SIGKILL))] * len(MOMENTS), child.stderr
-    return folder
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_run_resumes_bit_by_bit(moment: str, killed: Path, reference: TrainingRun) -> None:
-    resumed = run(saved=killed / moment, save_every=4)
-    assert resumed.resumed_at == [8]
-    assert without_clock(resumed) == without_clock(reference)
-
-
-def test_finished_run_continues_with_more_steps(reference: TrainingRun, tmp_path: Path) -> None:
-    saved = tmp_path / "run.checkpoint"
-    run(config=dataclasses.replace(CONFIG, steps=9), saved=saved)
-    assert without_clock(run(saved=saved)) == without_clock(reference)
-
-
-def test_checkpoint_of_other_config_is_refused(tmp_path: Path) -> None:
-    saved = tmp_path / "run.checkpoint"
-    run(config=dataclasses.replace(CONFIG, steps=1), saved=saved)
-    with pytest.raises(OtherRun, match="seed was 1, is 2"):
-        run(config=dataclasses.replace(CONFIG, seed=2), saved=saved)
 
 
 class NeverSkips(torch.amp.GradScaler):
@@ -231,22 +159,18 @@ def test_missing_components_come_from_torch(tmp_path: Path, monkeypatch: pytest.
     assert written["corpus"]["fingerprint"] == load_corpus().fingerprint
 
 
-def test_command_draws_resumes_and_explains_failure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_draws_and_explains_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("rich")
     from conformance.training.__main__ import main  # noqa: PLC0415 needs what the report needs
 
-    words = ["--subject", "torch", "--device", "cpu", "--out", str(tmp_path), "--steps"]
-    assert main([*words, "4"]) == 1  # four steps teach nothing
+    words = ["--subject", "torch", "--device", "cpu", "--out", str(tmp_path), "--steps", "4"]
+    assert main(words) == 1  # four steps teach nothing
     assert "more steps may do it" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "fp16-adamw.svg").read_text().startswith("<?xml")
     assert (tmp_path / "fp16-adamw.png").stat().st_size > 0
-    assert main([*words, "5", "--resume", "--inject-inf-at", "2"]) == 1
     written = json.loads((tmp_path / "training.json").read_text())["runs"][0]
-    assert written["subject"]["resumed_at"] == [4]
-    assert len(written["subject"]["losses"]) == 5
+    assert len(written["subject"]["losses"]) == 4
 
 
 def fake_library(root: Path, files: dict[str, bytes]) -> Path:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +12,10 @@ from typing import Any
 
 import torch
 
-from conformance.training import checkpoint
 from conformance.training.certificate import RunRecorder
 from conformance.training.config import DTYPES, OPTIMIZERS, TrainingConfig
 from conformance.training.corpus import Corpus, windows
 from conformance.training.gpt import GPT
-
-
-class OtherRun(ValueError):
-    """Raised if a checkpoint belongs to another run."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +38,6 @@ class TrainingRun:
     scales: list[float] = field(default_factory=list)  # scale following each step
     skipped: list[int] = field(default_factory=list)  # steps that changed no weight
     held_out: dict[int, float] = field(default_factory=dict)  # bits a byte, by the number of steps done
-    resumed_at: list[int] = field(default_factory=list)
-    seconds: float = 0.0
     weights: str = ""  # sha256 of all parameters at the end
 
 
@@ -110,14 +101,13 @@ class Trainer:
         return norm
 
     def record_in(self, folder: Path) -> None:
-        """Write a certificate of the next steps."""
+        """Write a certificate of all steps."""
         self.recorder = RunRecorder(
             folder,
             self.model,
             self.optimizer,
             self.scaler,
             precision=DTYPES[self.config.dtype],
-            first_step=self.steps_done,
         )
 
     @torch.no_grad()
@@ -127,10 +117,8 @@ class Trainer:
         drawn = windows(
             self.corpus.held_out, config.shape.context + 1, "held out", range(config.held_out_windows)
         ).to(config.device)
-        self.model.eval()
         with self._autocast():
             losses = [self.model.loss(part) for part in drawn.split(config.batch)]
-        self.model.train()
         return float(torch.stack(losses).mean()) / math.log(2)
 
     def weights(self) -> str:
@@ -138,42 +126,6 @@ class Trainer:
         for parameter in self.parameters:
             digest.update(parameter.detach().cpu().numpy().tobytes())
         return digest.hexdigest()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "of": self._identity(),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "rng": torch.get_rng_state(),
-            "device_rng": torch.cuda.get_rng_state() if self._device_type == "cuda" else None,
-            "position": self.position,
-            "run": dataclasses.asdict(self.run),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            OtherRun: it is of a run with another config, corpus, torch or components.
-        """
-        here = self._identity()
-        changed = [
-            f"{k} was {state['of'].get(k)}, is {here[k]}" for k in here if state["of"].get(k) != here[k]
-        ]
-        if changed:
-            raise OtherRun(
-                f"the checkpoint is of another run: {'; '.join(changed)}; resume with the same settings"
-            )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"].cpu())
-        if state["device_rng"] is not None:
-            torch.cuda.set_rng_state(state["device_rng"].cpu())
-        self.position = state["position"]
-        self.run = TrainingRun(**state["run"])
-        self.run.resumed_at.append(self.steps_done)
 
     @property
     def _device_type(self) -> str:
@@ -197,18 +149,6 @@ class Trainer:
         self.scaler.scale(loss).backward()
         return loss.detach()
 
-    def _identity(self) -> dict[str, Any]:
-        """Return everything that determines a run, except for its number of steps."""
-        config = dataclasses.asdict(self.config)
-        del config["steps"]
-        return {
-            **config,
-            "parts": self.parts.name,
-            "corpus": self.corpus.fingerprint,
-            # The version is a string subclass of torch, which a checkpoint cannot contain.
-            "torch": str(torch.__version__),
-        }
-
 
 class ByFusedStep(Trainer):
     """Trainer with one `fused_step` call instead of unscaling, clipping, step and update."""
@@ -230,37 +170,23 @@ def train(
     parts: Parts,
     config: TrainingConfig,
     corpus: Corpus,
-    saved: Path | None = None,
-    save_every: int = 10,
     on_step: Callable[[TrainingRun], None] | None = None,
     trained_by: type[Trainer] = Trainer,
     certificate: Path | None = None,
 ) -> TrainingRun:
-    """Run `config` to its end.
-
-    With `saved`, continue from the checkpoint there, if any, and keep it up to date. `certificate` is the folder of the
-    run's certificate, if it gets one.
-    """
-    started = time.perf_counter()
+    """Run `config` to its end. `certificate` is the folder of the run's certificate, if it gets one."""
     with _repeatable(config):
         trainer = trained_by(parts, config, corpus)
-        state = checkpoint.load(saved, config.device) if saved else None
-        if state:
-            trainer.load_state_dict(state)
         if certificate:
             trainer.record_in(certificate)
-        seconds_before = trainer.run.seconds
+        run = trainer.run
         while trainer.steps_done < config.steps:
             trainer.advance()
             done = trainer.steps_done
             if done % config.evaluate_every == 0:
-                trainer.run.held_out[done] = trainer.held_out_bits()
-            trainer.run.seconds = seconds_before + time.perf_counter() - started
-            if saved and (done % save_every == 0 or done == config.steps):
-                checkpoint.save(saved, trainer.state_dict())
+                run.held_out[done] = trainer.held_out_bits()
             if on_step:
-                on_step(trainer.run)
-        run = trainer.run
+                on_step(run)
         run.held_out[trainer.steps_done] = trainer.held_out_bits()
         run.weights = trainer.weights()
     return run
