@@ -442,6 +442,7 @@ def _add(sums: _Grads, held: Mapping[_Key, HeldGradient], found_inf: Tensor) -> 
         torch._foreach_add_([sum_ for sum_, _ in pairs], [grad for _, grad in pairs])
     else:
         _add_on_device(pairs, found_inf)
+    kernels.keep_for_current_stream(grad for _, grad in pairs)
     return result
 
 

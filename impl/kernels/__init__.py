@@ -30,6 +30,7 @@ from impl.kernels._copies import (
     copy_to_host_async,
     has_host_copies,
     is_capturing,
+    keep_for_current_stream,
     to_device,
 )
 from impl.kernels._decorators import dynamo_disable, no_grad_fast
@@ -101,6 +102,7 @@ __all__ = [
     "is_plain_strided",
     "is_profiled",
     "is_transformed",
+    "keep_for_current_stream",
     "keep_layout",
     "layouts_of",
     "list_layout",

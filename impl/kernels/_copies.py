@@ -1,4 +1,4 @@
-"""Copies between devices. No other module of `impl` makes a non-blocking copy.
+"""Copies between devices, and the current stream. No other module of `impl` makes a non-blocking copy.
 
 A non-blocking copy from a device returns host memory that is still being filled. Reading it before an event that was
 recorded after the copy gives old contents. So copies to the host block, except `HostCopy`, which checks its event, and
@@ -8,6 +8,8 @@ A copy to a device need not wait. Pageable host memory has been read when the co
 freed pinned memory until the copy has ended. Pinned memory must not be written to meanwhile: before an optimizer writes
 to offloaded shards, the root of sharded modules makes the host wait.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -75,6 +77,21 @@ def has_host_copies(device: torch.device) -> bool:
         return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device.type == accelerator.type and not is_capturing(device)
+
+
+def keep_for_current_stream(tensors: Iterable[Tensor | None]) -> None:
+    """Keep the memory of tensors, once they are freed, until the current stream has read them.
+
+    Otherwise the stream that allocated a tensor may get the memory at once. Nothing changes if it is the current one,
+    or on a device without streams. Sync: none.
+    """
+    stream: torch.Stream | None = None
+    for tensor in tensors:
+        if tensor is None or tensor.is_cpu or tensor.is_mps or tensor.is_meta:
+            continue
+        if stream is None or stream.device != tensor.device:
+            stream = torch.accelerator.current_stream(tensor.device)
+        tensor.record_stream(stream)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -22,24 +22,67 @@ _WIDTH, _STEPS = 16, 3
 _UNIT_NUMEL = _WIDTH * (_WIDTH + 1)  # elements of a layer, and of its gathered or reduced buffer
 
 
-class _Training:
-    """Model of three layers and streams of the user, which the unsharded reference on the CPU does not have."""
+class _Fork(nn.Module):
+    """Two layers, of which one computes on a stream of its own."""
 
-    def __init__(self, scene: Scene, api: str = "fully_shard", **policy: Any) -> None:
-        self.device = scene.rank.device
+    def __init__(self, stream: torch.Stream | None) -> None:
+        super().__init__()
+        self.a, self.b, self.stream = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH), stream
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stream is None:
+            return self.a(x) + self.b(x)
+        main = torch.accelerator.current_stream()
+        self.stream.wait_stream(main)
+        with self.stream:
+            beside = self.b(x)
+        y = self.a(x)
+        main.wait_stream(self.stream)
+        return y + beside
+
+
+class _Training:
+    """Model of three layers and streams of the user, which the unsharded reference on the CPU does not have.
+
+    The second layer forks if `forks`.
+    """
+
+    def __init__(
+        self, scene: Scene, api: str = "fully_shard", *, forks: bool = False, **options: Any
+    ) -> None:
+        self.device, self.api, self.shards = scene.rank.device, api, scene.shards
+        self.streams = [torch.Stream(self.device) if scene.shards else None for _ in range(3)]
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
-            layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(3)]
+            layers: list[nn.Module] = [nn.Linear(_WIDTH, _WIDTH) for _ in range(3)]
+            if forks:
+                layers[1] = _Fork(self.streams[0])
         model = nn.Sequential(*layers).to(self.device)
         if api == "fully_shard":
-            self.model = scene.shard_children(model, **policy)
+            self.model = scene.shard_children(model, **options)
         else:
             self.model = scene.wrap(model, strategy="FULL_SHARD", units=[nn.Linear], use_orig_params=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.5)
         self.x = torch.linspace(-1, 1, _UNIT_NUMEL, device=self.device).view(-1, _WIDTH)
-        self.streams = [torch.Stream(self.device) if scene.shards else None for _ in range(2)]
 
-    def loss(self) -> torch.Tensor:
-        return self.model(self.x).square().mean()
+    def loss(self, factor: float = 1.0) -> torch.Tensor:
+        return self.model(factor * self.x).square().mean()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def unsynchronised(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for a forward and backward without synchronisation."""
+        if not self.shards:
+            return contextlib.nullcontext()
+        return self.model.no_sync() if self.api != "fully_shard" else self._unsynchronised()
+
+    @contextlib.contextmanager
+    def _unsynchronised(self) -> Generator[None]:
+        self.model.set_requires_gradient_sync(False)
+        yield
+        self.model.set_requires_gradient_sync(True)
 
     @contextlib.contextmanager
     def on(self, stream: torch.Stream | None, *, joins: bool = True) -> Generator[None]:
@@ -56,7 +99,16 @@ class _Training:
 
     def fill_freed_memory(self) -> list[torch.Tensor]:
         """Return tensors that get memory which was given back to the current stream."""
-        return [torch.full((_UNIT_NUMEL,), 7.0, device=self.device) for _ in range(12)]
+        sizes = (_UNIT_NUMEL, _UNIT_NUMEL - _WIDTH, _WIDTH) * 12
+        return [torch.full((size,), 7.0, device=self.device) for size in sizes]
+
+    def fill_freed_memory_of(self, stream: torch.Stream | None) -> None:
+        """Make `stream` allocate, as for the next batch. Then the current stream waits for it."""
+        if stream is not None:
+            with stream:
+                memory = self.fill_freed_memory()
+            torch.accelerator.current_stream().wait_stream(stream)
+            del memory
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return full_parameters(self.model)
@@ -65,14 +117,12 @@ class _Training:
 def forwards_on_two_streams(scene: Scene, api: str = "fully_shard") -> list[torch.Tensor]:
     """Return the losses of a training with one backward of two forwards."""
     training, losses = _Training(scene, api), list[torch.Tensor]()
-    optimizer = torch.optim.SGD(training.model.parameters(), 0.5)
     for _ in range(_STEPS):
-        for stream in training.streams:
+        for stream in training.streams[:2]:
             with training.on(stream):
                 losses.append(training.loss())
         (losses[-2] + losses[-1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step()
     return losses
 
 
@@ -80,19 +130,80 @@ def forwards_of_fsdp_on_two_streams(scene: Scene) -> list[torch.Tensor]:
     return forwards_on_two_streams(scene, "FullyShardedDataParallel")
 
 
+def backward_of_two_of_three_forwards(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training with forwards on three streams, of which the first has a backward of its own."""
+    training, losses = _Training(scene), list[torch.Tensor]()
+    for _ in range(_STEPS):
+        for factor, stream in enumerate(training.streams, 1):
+            with training.on(stream):
+                losses.append(training.loss(factor))
+        (losses[-2] + losses[-1]).backward()
+        losses[-3].backward()
+        training.step()
+    return losses
+
+
+def microbatches_on_two_streams(scene: Scene, api: str = "fully_shard") -> list[torch.Tensor]:
+    """Return the losses of a training whose first microbatch of two is on a side stream, without synchronisation."""
+    training, losses = _Training(scene, api), list[torch.Tensor]()
+    for _ in range(_STEPS):
+        with training.on(training.streams[0]), training.unsynchronised():
+            training.loss(2.0).backward()
+        losses.append(training.loss())
+        losses[-1].backward()
+        training.fill_freed_memory_of(training.streams[0])
+        training.step()
+    return losses
+
+
+def microbatches_of_fsdp_on_two_streams(scene: Scene) -> list[torch.Tensor]:
+    return microbatches_on_two_streams(scene, "FullyShardedDataParallel")
+
+
+def layer_on_inner_stream(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training in which a module computes one of its layers on another stream."""
+    training, losses = _Training(scene, forks=True), list[torch.Tensor]()
+    for _ in range(_STEPS):
+        losses.append(training.loss())
+        losses[-1].backward()
+        training.fill_freed_memory_of(training.streams[0])
+        training.step()
+    return losses
+
+
+def head_beside_microbatches(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a head on a side stream, while microbatches that do not use it run.
+
+    Units stay unsharded after a forward, so the backwards of the microbatches reshard the head too.
+    """
+    training, losses = _Training(scene, reshard_after_forward=False), list[torch.Tensor]()
+    body, _, head = training.model
+    training.loss().backward()
+    training.step()
+    for _ in range(_STEPS):
+        with training.on(training.streams[0], joins=False):
+            output = training.x
+            for _ in range(4):
+                output = head(output)
+            losses.append(output.square().mean())
+        for _ in range(2):
+            body(training.x).square().mean().backward()
+        if training.streams[0] is not None:
+            torch.accelerator.current_stream().wait_stream(training.streams[0])
+        losses[-1].backward()
+        training.step()
+    return losses
+
+
 def forward_on_side_stream(scene: Scene) -> dict[str, torch.Tensor]:
     """Train with each forward on a stream that allocates memory after the backward."""
     training = _Training(scene)
-    optimizer = torch.optim.SGD(training.model.parameters(), 0.5)
     for _ in range(_STEPS):
         with training.on(training.streams[0]):
             loss = training.loss()
         loss.backward()
-        if training.streams[0] is not None:
-            with training.streams[0]:
-                training.fill_freed_memory()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.fill_freed_memory_of(training.streams[0])
+        training.step()
     return training.parameters()
 
 
@@ -104,13 +215,12 @@ def step_on_side_stream(scene: Scene, unshards: bool) -> dict[str, torch.Tensor]
     """
     policy = scene.api.MixedPrecisionPolicy(reduce_dtype=torch.float64) if scene.shards else None
     training = _Training(scene, mp_policy=policy)
-    optimizer = torch.optim.SGD(training.model.parameters(), 0.5)
     for _ in range(_STEPS):
         training.loss().backward()
         side = training.streams[0]
         with training.on(side, joins=False):
-            optimizer.step()
-        optimizer.zero_grad()
+            training.optimizer.step()
+        training.optimizer.zero_grad()
         if side is not None:
             training.model.set_post_optim_event(side.record_event())
             if unshards:
@@ -141,11 +251,9 @@ def persistent_reduce_scatter(scene: Scene) -> dict[str, torch.Tensor]:
         comm = _PersistentReduceScatter(training.device)
         for unit in training.model:
             unit.set_custom_reduce_scatter(comm)
-    optimizer = torch.optim.SGD(training.model.parameters(), 0.5)
     for _ in range(_STEPS):
         training.loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step()
     return training.parameters()
 
 
@@ -172,7 +280,6 @@ def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
 def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
     """Train with two microbatches a step, of which the last adds a penalty of the parameters to the loss."""
     training = _Training(scene)
-    optimizer = torch.optim.SGD(training.model.parameters(), 0.5)
     for _ in range(_STEPS):
         for is_last in (False, True):
             if scene.shards:
@@ -184,14 +291,34 @@ def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
                 ]
                 loss = loss + sum(shard.square().sum() for shard in shards)
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step()
     return training.parameters()
+
+
+def microbatches_of_scaler(scene: Scene) -> torch.Tensor:
+    """Return the sum of gradients of microbatches whose forwards are on a side stream. Nothing is sharded."""
+    training, param = _Training(scene), nn.Parameter(torch.ones(_WIDTH, device=scene.rank.device))
+    optimizer = torch.optim.SGD([param], 0.5)
+    scaler = scene.library.find("amp.GradScaler")(scene.rank.device.type)
+    for factor in (1.0, 2.0, 4.0):
+        with scaler.microbatch(optimizer):
+            with training.on(training.streams[0]):
+                loss = (factor * param).square().sum()
+            scaler.scale(loss).backward()
+        training.fill_freed_memory_of(training.streams[0])
+    scaler.unscale_(optimizer)
+    assert param.grad is not None
+    return param.grad.cpu()
 
 
 PROGRAMS = [
     forwards_on_two_streams,
     forwards_of_fsdp_on_two_streams,
+    backward_of_two_of_three_forwards,
+    microbatches_on_two_streams,
+    microbatches_of_fsdp_on_two_streams,
+    layer_on_inner_stream,
+    head_beside_microbatches,
     forward_on_side_stream,
     persistent_reduce_scatter,
     steps_in_hooks_before_last_backward,
@@ -217,6 +344,14 @@ def test_waits_order_accesses_to_memory(plain_twins: PlainTwins, device: str, pr
     if device != simulator.NAME:
         unavailable("the simulated device")
     plain_twins.values(program)
+
+
+@clause("distributed.fsdp.fully_shard.ordered")
+def test_waits_order_microbatches_of_scaler(plain_twins: PlainTwins, device: str) -> None:
+    if device != simulator.NAME:
+        unavailable("the simulated device")
+    for gradient in plain_twins.values(microbatches_of_scaler):
+        assert gradient.values.tolist() == [2.0 * (1.0 + 4.0 + 16.0)] * _WIDTH
 
 
 @clause("distributed.fsdp.fully_shard.user_streams")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -37,8 +37,8 @@ class Memory:
         self._device = device
         self._limits_gathers = limits_gathers
         self._is_idle = is_idle
-        # Units whose memory is not freed yet, with the event of its last use.
-        self._resharded: dict[Unshardable, torch.Event | None] = {}
+        # Units whose memory is not freed yet, with the events of its last uses.
+        self._resharded: dict[Unshardable, list[torch.Event | None]] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[ViewsOf, torch.dtype], list[Tensor]] = {}
         # Buffers with the ends of their reductions, and the streams whose memory they are.
@@ -55,15 +55,22 @@ class Memory:
         while len(self._resharded) >= _UNSHARDED_AT_ONCE:
             oldest = next(iter(self._resharded))
             if self._limits_gathers:
-                self.streams.block(self._resharded[oldest])
+                for event in self._resharded[oldest]:
+                    self.streams.block(event)
             self._free(oldest)
 
-    def note_resharded(self, unit: Unshardable) -> None:
-        """Free a unit's memory once GATHER, which fills it again, waits for COMPUTE, which may still read it."""
+    def note_resharded(self, unit: Unshardable, readers: Sequence[torch.Stream] = ()) -> None:
+        """Free a unit's memory once GATHER, which fills it again, waits for COMPUTE and other streams that read it.
+
+        Args:
+            readers: streams that were COMPUTE when they used the unit.
+        """
         if not self.streams.is_async:
             unit.free()
             return
-        self._resharded[unit] = self.streams.record(StreamRole.COMPUTE)
+        current = self.streams.current()
+        others = [self.streams.record_in(stream) for stream in readers if stream != current]
+        self._resharded[unit] = [self.streams.record(StreamRole.COMPUTE), *others]
         if self._is_idle():
             self.free_resharded()
 
@@ -131,5 +138,6 @@ class Memory:
         self._being_reduced.clear()
 
     def _free(self, unit: Unshardable) -> None:
-        self.streams.wait(StreamRole.GATHER, self._resharded.pop(unit))
+        for event in self._resharded.pop(unit):
+            self.streams.wait(StreamRole.GATHER, event)
         unit.free()

@@ -15,7 +15,7 @@ Writes that must happen before reads:
 - COMPUTE waits for a unit's gather before it reads the unsharded buffer: in forward, in backward, and summoned. If the
   user runs forwards of a unit on several streams, each of them waits.
 - COMPUTE waits for the other streams of a unit's forwards, which compute gradients too, before the unit is resharded
-  and its gradients are copied. Then these streams wait for the copy, which reads their memory.
+  and its gradients are copied.
 - REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them. ALL_REDUCE waits for REDUCE
   before it reads the shard that REDUCE scattered, and REDUCE waits for ALL_REDUCE at the end of backward.
 - COMPUTE waits for REDUCE at the end of backward, before `.grad` is published. With parameters on the CPU the host
@@ -30,9 +30,10 @@ Writes that must happen before reads:
 
 Reads that must happen before memory is overwritten or given to others:
 
-- GATHER waits for the last work that read a resharded unit before the unit's memory is freed. The memory is GATHER's
-  and goes to the next gather. So the unit that was resharded last keeps its memory, and the next one is gathered while
-  that one still computes. If gathers are limited, the host waits as well before it issues another.
+- GATHER waits for the last work that read a resharded unit, on each stream that was COMPUTE in a use, before the
+  unit's memory is freed. The memory is GATHER's and goes to the next gather. So the unit that was resharded last keeps
+  its memory, and the next one is gathered while that one still computes. If gathers are limited, the host waits as well
+  before it issues another.
 - COMPUTE waits for an unused gather when the unit is resharded, even if the gathered values stay for a later use,
   because the next work may write to the shards.
 - GATHER of a root waits for the gathers that its units issued on the user's request before there was a root, on
@@ -48,7 +49,8 @@ Reads that must happen before memory is overwritten or given to others:
 Assumptions:
 
 - Memory belongs to the stream that was current when it was allocated, also by resizing a storage, and returns to that
-  stream only. `record_stream` is never called, so memory usage does not depend on the speed of the device.
+  stream only. `record_stream` is called for gradients that COMPUTE reads, because a module's own streams may have
+  allocated them. It does nothing if COMPUTE has. So memory usage does not depend on the speed of the device.
 - In autograd's hooks the current stream is that of the forward operator whose node is running. In the callback at the
   end of backward it is the stream of the caller of backward, which has waited for all streams that accumulated
   gradients.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -44,6 +44,9 @@ class GatherState:
     is_kept_by_user: bool = False
     # An evaluation began or ended while the unit was unsharded. A write since the gather may be unnoticed.
     may_be_stale: bool = False
+    readers: list[torch.Stream] = field(
+        default_factory=list
+    )  # streams that were COMPUTE in a use, on a device
 
 
 class UnitParams(Generic[Group_co]):
@@ -250,6 +253,9 @@ class UnitParams(Generic[Group_co]):
         """Make COMPUTE wait for a pending all-gather, even an unused one, because the shards may be written next."""
         if self._gathered is not None:
             self.root.streams.wait(StreamRole.COMPUTE, self._gathered.event)
+            stream = self.root.streams.current()
+            if stream is not None and stream not in self._gathered.readers:
+                self._gathered.readers.append(stream)
 
     def use_unsharded_views(self) -> None:
         """Register the gathered or summoned parameters in the modules, and let COMPUTE wait for them."""
@@ -258,7 +264,7 @@ class UnitParams(Generic[Group_co]):
             dtypes = [self._dtype_now(group) for group in self.param_groups]
         else:
             assert gathered is not None
-            self.root.streams.wait(StreamRole.COMPUTE, gathered.event)
+            self.wait_for_gather()
             gathered.was_prefetched = False
             dtypes = gathered.dtypes
         pairs = zip(self.summoned or self.param_groups, dtypes, strict=True)
@@ -294,9 +300,9 @@ class UnitParams(Generic[Group_co]):
             for group in self.param_groups:
                 group.use_sharded_views(after_forward=after_forward)
             self.wait_for_gather()
-            self._gathered = None
+            readers, self._gathered = self._gathered.readers, None
             if self._set_aside is None:
-                self.root.memory.note_resharded(self)
+                self.root.memory.note_resharded(self, readers)
         # The gather of a linearized forward may have raised, so that nothing is gathered.
         if self._set_aside is not None:
             self._use_earlier_graph(*self._set_aside)

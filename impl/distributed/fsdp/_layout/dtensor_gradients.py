@@ -22,7 +22,7 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._params.autograd import call_hook
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
-from impl.kernels import copy_to_host_async
+from impl.kernels import copy_to_host_async, keep_for_current_stream
 from impl.optim._held_gradients import HeldGradient, HeldGradients
 
 # From torch 2.15 on, `reset_iter_state` clears `.grad` too.
@@ -150,6 +150,7 @@ class DTensorGradients:
     def _added_to_unreduced(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         unsharded, earlier = self._group.unsharded_params, self._unreduced or [None] * len(grads)
         assert unsharded is not None
+        keep_for_current_stream(earlier)
         triples = zip(earlier, grads, unsharded.grad_dtypes, strict=True)
         return [_added(earlier_grad, grad, dtype) for earlier_grad, grad, dtype in triples]
 

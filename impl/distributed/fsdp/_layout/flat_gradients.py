@@ -27,7 +27,7 @@ from impl.distributed.fsdp._layout.reduced_grads import ReducedGrads
 from impl.distributed.fsdp._layout.unreduced_grads import UnreducedGrads, add_grads, is_cleared, set_grad
 from impl.distributed.fsdp._params.managed import IN_BACKWARD_OPTIMIZERS
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
-from impl.kernels import copy_to_host_async
+from impl.kernels import copy_to_host_async, keep_for_current_stream
 from impl.optim._held_gradients import HeldGradient, HeldGradients
 
 # Keys of held gradients.
@@ -210,6 +210,7 @@ class GradientShard:
             return None
         self.journal.record(partial(self._restore_unreduced, unreduced, earlier))
         self._before_microbatch = self._unreduced = None
+        keep_for_current_stream([earlier, None if unreduced is None else unreduced.total])
         if earlier is not None:
             self._earlier_keys = [_UNREDUCED]
         if unreduced is None:

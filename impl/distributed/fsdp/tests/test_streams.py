@@ -149,7 +149,6 @@ WAITS = (
     ("gather", "gather"),
     ("gather", "summoned"),
     ("gather", "_free"),
-    ("compute", "use_unsharded_views"),
     ("compute", "wait_for_gather"),
     ("compute", "begin"),
     ("compute", "keep_until_reduced"),
