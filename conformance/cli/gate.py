@@ -31,8 +31,6 @@ from conformance.cli.terminal import PhaseProgress, print_broken, print_verdict,
 from conformance.judge.heading import CHECKOUT
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
-from conformance.report.simulation import FILE as SIMULATION
-from conformance.report.simulation import read_simulation
 from conformance.strength.results import read_table
 
 _NO_CHECKOUT = (
@@ -91,15 +89,11 @@ def _options(
     options.out = options.out or REPORT
     default_kills = Path(options.out, "kills.json")
     kills = options.kills or (default_kills if default_kills.is_file() else None)
-    simulated = Path(options.out, SIMULATION)
     try:
         return (
             options,
             read_report(Path(options.baseline)) if options.baseline else None,
-            {
-                "kills": asdict(read_table(Path(kills), "faults")) if kills else None,
-                "simulation": read_simulation(simulated) if simulated.is_file() else None,
-            },
+            {"kills": asdict(read_table(Path(kills), "faults")) if kills else None},
         )
     except ValueError as error:
         parser.error(str(error))

@@ -18,10 +18,8 @@ from conformance.report.baseline import compare, read_report
 from conformance.report.merging import merge_shards
 from conformance.report.page import write_page
 from conformance.report.side_by_side import write_side_by_side
-from conformance.report.simulation import read_simulation
 from conformance.report.verdict import parts
 from conformance.report.verdict_files import conclude
-from conformance.strength.results import read_table
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,10 +35,6 @@ def main(words: Sequence[str]) -> int:
         "--merge", action="store_true", help="join the reports of all shards into the folder of --out"
     )
     parser.add_argument("--baseline", type=Path, help="report.json of an earlier run to compare with")
-    parser.add_argument("--kills", type=Path, help="kill matrix of python -m conformance.strength faults")
-    parser.add_argument(
-        "--simulation", type=Path, help="simulated step of python -m conformance.simulator.cost"
-    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -53,10 +47,8 @@ def main(words: Sequence[str]) -> int:
     is_of_many = options.compare or options.merge
     if not is_of_many and len(options.report) > 1:
         parser.error(f"got {len(options.report)} reports; expected one, or --compare or --merge")
-    if is_of_many and (options.baseline or options.kills or options.simulation):
-        parser.error(
-            "--baseline, --kills and --simulation are for the page of one report; remove --compare or --merge"
-        )
+    if is_of_many and options.baseline:
+        parser.error("--baseline is for the page of one report; remove --compare or --merge")
     try:
         reports = [read_report(file) for file in options.report]
         if options.compare:
@@ -69,10 +61,6 @@ def main(words: Sequence[str]) -> int:
         report = reports[0]
         if options.baseline:
             report["baseline"] = asdict(compare(read_report(options.baseline), report))
-        if options.kills:
-            report["kills"] = asdict(read_table(options.kills, "faults"))
-        if options.simulation:
-            report["simulation"] = read_simulation(options.simulation)
     except ValueError as error:
         parser.error(str(error))
     write_page(report, out)

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from conformance.judge.judgement import RED
 from conformance.judge.results import broken_clauses
 from conformance.judge.surface import is_torch_in
-from conformance.report import simulation, speed
+from conformance.report import speed
 from conformance.report.kill_table import kill_matrix
 from conformance.report.matrix import OUTCOMES, Area, by_mark, matrix, ranked
 from conformance.report.text import legible
@@ -53,7 +53,6 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             speed=speed.groups(report.get("speed") or {}),
             elsewhere=speed.elsewhere(report.get("speed") or {}),
             training_plots=_plots(report),
-            simulation_picture=simulation.draw(report),
         )
     )
     file.write_text(page, encoding="utf-8")

@@ -20,7 +20,6 @@ pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml b
 from conformance.report import speed, write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import OUTCOMES, by_mark, matrix
-from conformance.report.simulation import FILE, read_simulation
 from conformance.report.text import legible
 from conformance.selftests.sample_reports import (
     CLAUSE,
@@ -348,31 +347,6 @@ def test_foreign_file_is_rejected_as_table(text: str | None, tmp_path: Path) -> 
         file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"no table of mutation|is a table of faults"):
         read_table(file, "mutation")
-
-
-def test_simulated_step_is_drawn_and_labelled(tmp_path: Path) -> None:
-    assert "simulated" not in draw(a_report(judged("passed")), tmp_path).text
-    step = {"name": "<b>", "seconds": 2.0, "says": "2 s", "memory": [[0, 1], [999, 2]]}
-    step["rows"] = [
-        {"role": "default stream", "boxes": {"other": [], "product": [[10, 5]], "collective": []}}
-    ]
-    file = tmp_path / FILE
-    file.write_text(
-        json.dumps(
-            {"title": "Simulated", "columns": ["ranks"], "rows": [["4096"]], "notes": [], "panels": [step]}
-        )
-    )
-    text = draw(a_report(judged("passed"), simulation=read_simulation(file)), tmp_path).text
-    for reported in ("It was not measured", "<b>", "default stream", "4096"):
-        assert reported in text
-
-
-@pytest.mark.parametrize("text", [None, "", "[]", '{"title": "x"}', "\xff"])
-def test_foreign_file_is_rejected_as_simulation(text: str | None, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / FILE).write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"(no|not a) simulation"):
-        read_simulation(tmp_path / FILE)
 
 
 ratios = st.floats(1e-6, 1e6)

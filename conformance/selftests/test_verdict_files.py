@@ -193,10 +193,7 @@ def test_reports_are_compared_by_a_command(tmp_path: Path, capsys: pytest.Captur
         (["--merge", "--compare", *files], "not allowed with"),
         (["--merge", *files, "--out", __file__], "is a file"),
         (files, "got 2 reports; expected one, or --compare"),
-        (
-            ["--compare", *files, "--baseline", files[0]],
-            "--baseline, --kills and --simulation are for the page of one report",
-        ),
+        (["--compare", *files, "--baseline", files[0]], "--baseline is for the page of one report"),
         (["--compare", files[0], str(out)], "is not JSON"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fused", action="store_true", help="blocks as torch.compile is assumed to compile them"
     )
     parser.add_argument("--picture", help="SVG file with the timelines of the first number of ranks")
-    parser.add_argument("--json", help="JSON file with all rows; in a report's folder, the report shows it")
+    parser.add_argument("--json", help="JSON file with all rows")
     parser.add_argument(
         "--calibrate", action="store_true", help="print the product_efficiency that gives the published speed"
     )
