@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
     if not CHECKOUT:
         print(_NO_CHECKOUT, file=sys.stderr)  # noqa: T201 the command's output
         return 2
-    options, baseline, shown = _options(words)
+    options, baseline, kills = _options(words)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> int:
                     if is_next
                     else {}
                 )
-        return _conclude(report | shown, out, console, baseline)
+        return _conclude(report | {"kills": kills}, out, console, baseline)
 
 
 def _reason_not_to_run(phase: str, report: dict[str, Any]) -> dict[str, Any]:
@@ -82,18 +82,17 @@ def _conclude(report: dict[str, Any], out: Path, console: Console, baseline: dic
 
 def _options(
     words: Sequence[str],
-) -> tuple[argparse.Namespace, dict[str, Any] | None, dict[str, Any]]:
-    """Return the options, the baseline and other parts of the report, read before the run can overwrite them."""
+) -> tuple[argparse.Namespace, dict[str, Any] | None, dict[str, Any] | None]:
+    """Return the options, the baseline and the kill matrix, read before the run can overwrite them."""
     parser = of_gate(__doc__)
     options = parser.parse_args(words)
     options.out = options.out or REPORT
-    default_kills = Path(options.out, "kills.json")
-    kills = options.kills or (default_kills if default_kills.is_file() else None)
+    kills = Path(options.out, "kills.json")
     try:
         return (
             options,
             read_report(Path(options.baseline)) if options.baseline else None,
-            {"kills": asdict(read_table(Path(kills), "faults")) if kills else None},
+            asdict(read_table(kills, "faults")) if kills.is_file() else None,
         )
     except ValueError as error:
         parser.error(str(error))

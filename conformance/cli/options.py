@@ -105,12 +105,6 @@ def of_gate(describes: str | None) -> argparse.ArgumentParser:
         metavar="NAME",
         help="the pool of equal machines whose recorded results the speed is compared with (default: this machine)",
     )
-    add(
-        "--kills",
-        type=file,
-        metavar="KILLS.JSON",
-        help="the kill matrix (default: kills.json in the report's folder)",
-    )
     return parser
 
 

@@ -216,17 +216,18 @@ def test_foreign_file_raises(content: Any, reported: str, tmp_path: Path) -> Non
         read_report(file_of(content, tmp_path))
 
 
-@pytest.mark.parametrize("option", ["--baseline", "--kills"])
-@pytest.mark.parametrize("there", [False, True])
-def test_gate_checks_baseline_before_running(
-    option: str, there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["nowhere.json", "report.json", "kills.json"])
+def test_gate_checks_baseline_and_kill_matrix_before_running(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = file_of("[]", tmp_path) if there else tmp_path / "nowhere.json"
+    file_of("[]", tmp_path)
+    (tmp_path / "kills.json").write_text("[]")
+    words = [] if name == "kills.json" else ["--baseline", str(tmp_path / name)]
     with pytest.raises(SystemExit) as ended:
-        gate.main([option, str(file), "--out", str(tmp_path / "out")])
+        gate.main([*words, "--out", str(tmp_path)])
     assert ended.value.code == 2
-    assert str(file) in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert str(tmp_path / name) in capsys.readouterr().err
+    assert not (tmp_path / "judging.log").exists()
 
 
 def test_gate_compares_and_finds_adjacent_kill_matrix(
