@@ -1,4 +1,4 @@
-"""Files with a verdict: the schema of the report, the badge, the list for dashboards, and compared reports."""
+"""Files with a verdict: the schema of the report, the badge, counts for relays, and compared reports."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from conformance.judge.heading import SCHEMA, heading, judge_command, replay_com
 from conformance.report import __main__ as drawing
 from conformance.report import conclude
 from conformance.report.badge import badge
-from conformance.report.ctrf import ctrf
 from conformance.report.matrix import SEVERITY
 from conformance.report.side_by_side import side_by_side, write_side_by_side
+from conformance.report.verdict_files import relay
 from conformance.selftests.sample_reports import CLAUSE, HOSTILE, Page, a_report, judged
 
 FOLDER = Path(__file__).parents[1] / "report"
@@ -94,42 +94,16 @@ def test_invalid_input_is_distinguished_from_red(
     assert ("invalid input" in (tmp_path / "badge.svg").read_text()) == bool(bad_input)
 
 
-def test_dashboard_list_has_every_test_once() -> None:
-    outcomes = [outcome for outcome in SEVERITY if outcome != "not run"]
-    report = a_report(
-        *(judged(outcome, reason=f"of {outcome}\nmore", replay="r") for outcome in outcomes),
-        reasons=[],
-        not_run=[{"clause": "nn.x", "outcome": "not run", "reason": "not selected"}],
-    )
-    results = json.loads(json.dumps(ctrf(report)))["results"]
-    status = {test["rawStatus"]: test["status"] for test in results["tests"]}
-    failed = {name for name, kind in status.items() if kind == "failed"}
-    assert failed == {"failed", "hang", "crash", "stale", "flaky"}
-    assert {name for name, kind in status.items() if kind == "passed"} == {
-        "passed",
-        "known",
-        "reference cannot run here",
-    }
-    summary = results["summary"]
-    assert (
-        summary["tests"]
-        == len(outcomes) + 1
-        == sum(summary[kind] for kind in ("passed", "failed", "skipped"))
-    )
-    assert (summary["start"], summary["stop"]) == (1767225600000, 1767225601000)
-    first, *_, last = results["tests"]
-    assert (last["name"], last["status"], last["message"]) == ("nn.x", "skipped", "not selected")
-    assert (first["message"], first["trace"]) == (f"of {outcomes[0]}", f"of {outcomes[0]}\nmore")
-    assert first["extra"] == {"replay": "r"}
-    assert all(isinstance(test["duration"], int) for test in results["tests"])
+def test_relay_counts_every_test_and_clause_once() -> None:
+    tests = [judged(outcome) for outcome in SEVERITY if outcome != "not run"]
+    not_run = [{"clause": "nn.x", "outcome": "not run", "reason": "not selected"}]
+    assert relay(a_report(*tests, not_run=not_run)) == {"passed": 3, "failed": 5, "skipped": len(tests) - 7}
 
 
-def test_red_run_without_failed_test_has_a_failed_entry(tmp_path: Path) -> None:
+def test_red_run_without_failed_test_counts_one_failure(tmp_path: Path) -> None:
     concluded(a_report(judged("passed"), ended_early=["stopped"]), tmp_path)
-    relay = json.loads((tmp_path / "relay.json").read_text())
-    assert (relay["passed"], relay["failed"], relay["skipped"]) == (1, 1, 0)
-    *_, entry = json.loads((tmp_path / "ctrf.json").read_text())["results"]["tests"]
-    assert (entry["name"], entry["status"], entry["message"]) == ("verdict", "failed", "stopped")
+    counts = json.loads((tmp_path / "relay.json").read_text())
+    assert (counts["passed"], counts["failed"], counts["skipped"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
