@@ -1,4 +1,4 @@
-"""The report: pages, a badge and files for other programs, all made from `report.json`."""
+"""The report: pages and files for other programs, all made from `report.json`."""
 
 from conformance.report.page import write_page
 from conformance.report.verdict_files import conclude

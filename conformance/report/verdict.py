@@ -46,19 +46,13 @@ def exit_code(report: dict[str, Any]) -> int:
     return BAD_INPUT if report["bad_input"] else int(report["verdict"] == "red")
 
 
-def worst_by_clause(report: dict[str, Any]) -> dict[str, str]:
-    """Return the outcome of each tested clause, which is the worst of its tests."""
-    tests = tests_by_clause(report)
-    return {clause: worst_outcome(same) for clause, same in tests.items() if clause}
-
-
 def _judging(report: dict[str, Any]) -> VerdictPart:
     red = ranked(test["outcome"] for test in report["tests"] if test["outcome"] in RED)
     why = list(dict.fromkeys([*report.get("bad_input", []), *report.get("ended_early", [])]))
     why += [f"{count} {_plural('test', count)} {outcome}" for outcome, count in red]
     if report.get("provides_nothing"):
         why.append(_nothing_provided(report))
-    worst = worst_by_clause(report)
+    worst = {clause: worst_outcome(same) for clause, same in tests_by_clause(report).items() if clause}
     total = f"{len(report['clauses'])} {_plural('clause', len(report['clauses']))}"
     broken = sum(outcome in RED for outcome in worst.values())
     others = ranked(outcome for outcome in worst.values() if outcome not in RED)

@@ -9,7 +9,6 @@ from typing import Any
 
 from conformance.judge import catalogue
 from conformance.judge.judgement import RED
-from conformance.report.badge import badge
 from conformance.report.catalogue_page import write_catalogue
 from conformance.report.page import write_page
 from conformance.report.verdict import exit_code, reasons
@@ -25,7 +24,6 @@ def conclude(report: dict[str, Any], out: Path, say: Callable[..., None]) -> int
     say(report=report)
     # These come last, so that an error in them does not suppress the verdict.
     (out / "relay.json").write_text(json.dumps(relay(report) | {"artifact": str(out.absolute())}))
-    (out / "badge.svg").write_text(badge(report))
     (out / "clauses.json").write_text(json.dumps(catalogue.as_dict(), indent=1))
     write_catalogue(catalogue.as_dict(), out / "clauses.html")
     write_page(report, out / "index.html")

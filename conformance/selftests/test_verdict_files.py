@@ -1,4 +1,4 @@
-"""Files with a verdict: the schema of the report, the badge, counts for relays, and compared reports."""
+"""Files with a verdict: the schema of the report, counts for relays, and compared reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -18,7 +17,6 @@ from conformance.judge.clauses import AREAS
 from conformance.judge.heading import SCHEMA, heading, judge_command, replay_command
 from conformance.report import __main__ as drawing
 from conformance.report import conclude
-from conformance.report.badge import badge
 from conformance.report.matrix import SEVERITY
 from conformance.report.side_by_side import side_by_side, write_side_by_side
 from conformance.report.verdict_files import relay
@@ -91,7 +89,6 @@ def test_invalid_input_is_distinguished_from_red(
     concluded_report = concluded(a_report(judged(outcome), bad_input=bad_input), tmp_path)
     assert (concluded_report["verdict"], concluded_report["exit code"]) == expected
     assert ("mend it" in (tmp_path / "index.html").read_text()) == bool(bad_input)
-    assert ("invalid input" in (tmp_path / "badge.svg").read_text()) == bool(bad_input)
 
 
 def test_relay_counts_every_test_and_clause_once() -> None:
@@ -104,23 +101,6 @@ def test_red_run_without_failed_test_counts_one_failure(tmp_path: Path) -> None:
     concluded(a_report(judged("passed"), ended_early=["stopped"]), tmp_path)
     counts = json.loads((tmp_path / "relay.json").read_text())
     assert (counts["passed"], counts["failed"], counts["skipped"]) == (1, 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "more", "reported"),
-    [
-        (["passed", "known"], {}, "green, 1 clause holds"),
-        (["failed"], {}, "1 clause broken"),
-        (["passed"], {"bad_input": ["fix it"]}, "invalid input"),
-        (["passed"], {"verdict": "red"}, "red, 1 clause holds"),
-    ],
-)
-def test_badge_shows_verdict_as_picture(outcomes: list[str], more: dict[str, Any], reported: str) -> None:
-    report = a_report(*(judged(outcome) for outcome in outcomes), **more, subject=HOSTILE)
-    picture = ElementTree.fromstring(badge(report))
-    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts == ["torch 2.13.0", reported]
-    assert "href" not in badge(report)
 
 
 def test_compared_reports_show_differences_with_replay(tmp_path: Path) -> None:
