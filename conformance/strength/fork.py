@@ -51,6 +51,11 @@ class Ending:
     tests_run: int = 0  # number of tests that could run on this machine
     seconds: float = 0.0
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns of a row of results."""
+        return {"how": self.how, "nodeid": self.nodeid, "clause": self.clause, "seconds": self.seconds}
+
 
 def serve(
     tasks: connection.Connection,

@@ -35,7 +35,6 @@ from conformance.strength.faults.trials import (
     judge_clause,
     judge_fault,
     needs_ranks,
-    verify_kill,
 )
 from conformance.strength.results import CLAUSES, FAULTS, KILLED, UNTESTED, Row, Table, with_places
 from conformance.strength.worker import WorkerPool
@@ -81,10 +80,7 @@ def _judge_faults(pool: WorkerPool, table: Table, ids: Sequence[str], out: Path)
     green = {row.nodeid for row in table.of(FAULTS)}
     left = sorted((fault_id for fault_id in ids if fault_id not in judged), key=needs_ranks)
     first = load_earlier_kills(out).faults
-    trials = (
-        verify_kill(judge_fault(table.subject, fault_id, first.get(fault_id, "")), table.subject, green)
-        for fault_id in left
-    )
+    trials = (judge_fault(table.subject, fault_id, green, first.get(fault_id, "")) for fault_id in left)
     yield from with_places(pool.run(trials), len(left))
 
 

@@ -64,37 +64,25 @@ class RedWithoutFault(Exception):
     """Raised if a test that killed a fault is also red without the fault."""
 
 
-def judge_fault(package: str, fault_id: str, first: str = "") -> Trial[Row]:
-    """Judge a fault and return whether it was killed. `first` is the test to begin with."""
+def judge_fault(package: str, fault_id: str, green: set[str], first: str = "") -> Trial[Row]:
+    """Judge a fault and return whether it was killed.
+
+    Args:
+        package: the subject.
+        fault_id: the fault.
+        green: node ids of tests that are known to be green without faults. The killing test is added.
+        first: the test to begin with.
+
+    Raises:
+        RedWithoutFault: the killing test is red without the fault.
+    """
     fault = find(fault_id)
     clauses = clauses_about([fault_id])
     ending = yield Task(f"{package}+{fault_id}", clauses, fault.about, fault.on_ranks, first)
-    return Row(
-        fault_id,
-        FAULTS,
-        KILLED if ending.how else SURVIVED,
-        nodeid=ending.nodeid,
-        clause=ending.clause,
-        how=ending.how,
-        seconds=ending.seconds,
-        says=fault.says,
-        thread=fault.thread,
-        why=all_excuses().get(package, {}).get(fault_id, ""),
-    )
-
-
-def verify_kill(trial: Trial[Row], package: str, green: set[str]) -> Trial[Row]:
-    """Run a trial and return its row if the killing test is green without the fault.
-
-    Args:
-        green: node ids of tests that are known to be green without faults. The killing test is added.
-
-    Raises:
-        RedWithoutFault: the test is red without the fault.
-    """
-    row = yield from trial
-    yield from verify_green(row.nodeid, package, green)
-    return row
+    yield from verify_green(ending.nodeid, package, green)
+    why = all_excuses().get(package, {}).get(fault_id, "")
+    about_fault = {"says": fault.says, "thread": fault.thread, "why": why}
+    return Row(fault_id, FAULTS, KILLED if ending.how else SURVIVED, **about_fault, **ending.columns)
 
 
 def verify_green(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending, None]:
@@ -128,8 +116,8 @@ def judge_clause(package: str, clause_id: str, green: set[str], first: str = "")
         seconds += ending.seconds
         if ending.how:
             yield from verify_green(ending.nodeid, package, green)
-            of_kill = {"nodeid": ending.nodeid, "clause": clause_id, "how": ending.how, "fault": fault_id}
-            return row(KILLED, **of_kill, seconds=seconds, why=why, tried=tried)
+            columns = ending.columns | {"seconds": seconds}
+            return row(KILLED, fault=fault_id, why=why, tried=tried, **columns)
         if not ending.tests_run:
             return row(UNTESTED, why="None of its tests can run here.")
     return row(SURVIVED, seconds=seconds, why=why, tried=tried)

@@ -130,15 +130,7 @@ def _judge_mutant(
         return row_of(mutant, SURVIVED, seconds=ending.seconds, says=says)
     yield from verify_green(ending.nodeid, package, green)
     killers[ending.nodeid] += 1
-    return row_of(
-        mutant,
-        KILLED,
-        nodeid=ending.nodeid,
-        clause=ending.clause,
-        how=ending.how,
-        seconds=ending.seconds,
-        says=f"in {mutant.site.function}",
-    )
+    return row_of(mutant, KILLED, says=f"in {mutant.site.function}", **ending.columns)
 
 
 def sum_up(options: argparse.Namespace, table: Table, say: Callable[[str], None]) -> bool:
