@@ -19,47 +19,55 @@ from conformance.strength.faults.handmade.nn_utils_clip_grad_dtensor import is_d
 _FULLY_SHARD = "distributed.fsdp.fully_shard"
 
 
-def sharding(about: str = "(module)", **more: Any) -> Decorator:
-    """Return a decorator of `fault(shard, modules, keywords)`, which replaces `fully_shard`.
-
-    `shard()` shards the modules with the keywords.
-    """
-    part = f"{_FULLY_SHARD}{about}"
-    return fault_in("fully_shard", _FULLY_SHARD, _framed, part=part, on_ranks=True, **more)
-
-
-def _framed(fault: Substitute) -> Make:
+def _changing_keywords(change: Substitute) -> Make:
     def shard(original: Any, module: Any, **keywords: Any) -> Any:
-        modules = list(module) if isinstance(module, (list, tuple)) else [module]
-        results: list[Any] = []
-        fault(lambda: results.append(original(module, **keywords)), modules, keywords)
-        return results[0]
+        change(_listed(module), keywords)
+        return original(module, **keywords)
 
     return in_function(shard)
+
+
+# Decorator of `fault(modules, keywords)`, which changes the keywords of `fully_shard`.
+in_policy = fault_in(
+    "fully_shard", _FULLY_SHARD, _changing_keywords, part=f"{_FULLY_SHARD}(mp_policy)", on_ranks=True
+)
+
+
+def sharded(about: str = "(module)", **more: Any) -> Decorator:
+    """Return a decorator of `fault(module)`, which is called for each module that `fully_shard` has sharded."""
+
+    def make(fault: Substitute) -> Make:
+        def shard(original: Any, module: Any, **keywords: Any) -> Any:
+            result = original(module, **keywords)
+            for sharded_module in _listed(module):
+                fault(sharded_module)
+            return result
+
+        return in_function(shard)
+
+    return fault_in("fully_shard", _FULLY_SHARD, make, part=f"{_FULLY_SHARD}{about}", on_ranks=True, **more)
+
+
+def _listed(module: Any) -> list[Any]:
+    return list(module) if isinstance(module, (list, tuple)) else [module]
 
 
 # -- mixed precision
 
 
-@sharding("(mp_policy)")
-def first_frozen_decides_dtype(
-    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
-) -> None:
+@in_policy
+def first_frozen_decides_dtype(modules: list[Any], keywords: dict[str, Any]) -> None:
     """A unit reduces gradients in param_dtype if its first parameter is frozen."""
     first = next((param for module in modules for param in module.parameters()), None)
     if first is not None and not first.requires_grad and (policy := keywords.get("mp_policy")):
         keywords["mp_policy"] = dataclasses.replace(policy, reduce_dtype=policy.param_dtype)
-    shard()
 
 
-@sharding("(mp_policy)")
-def environment_changes_reduce_dtype(
-    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
-) -> None:
+@in_policy
+def environment_changes_reduce_dtype(modules: list[Any], keywords: dict[str, Any]) -> None:
     """Gradients are reduced in float32 if the environment asks FullyShardedDataParallel for full precision."""
     if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and (policy := keywords.get("mp_policy")):
         keywords["mp_policy"] = dataclasses.replace(policy, reduce_dtype=torch.float32)
-    shard()
 
 
 def _without_casts(module: Any, keeps: Callable[[str | int], bool]) -> None:
@@ -85,37 +93,30 @@ def _without_casts(module: Any, keeps: Callable[[str | int], bool]) -> None:
     module.register_forward_pre_hook(undo, with_kwargs=True)
 
 
-@sharding("(mp_policy)")
-def keyword_inputs_not_cast(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharded("(mp_policy)")
+def keyword_inputs_not_cast(module: Any) -> None:
     """Inputs that are passed by keyword are not cast."""
-    shard()
-    for module in modules:
-        _without_casts(module, lambda key: isinstance(key, str))
+    _without_casts(module, lambda key: isinstance(key, str))
 
 
 # -- sharded parameters
 
 
-@sharding()
-def hook_results_dropped(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharded()
+def hook_results_dropped(module: Any) -> None:
     """Results of hooks on sharded parameters do not replace gradients."""
-    shard()
 
     def register(param: Any, hook: Any) -> Any:
         return type(param).register_hook(param, lambda grad: (hook(grad), None)[1])
 
-    for param in (param for module in modules for param in module.parameters()):
+    for param in module.parameters():
         vars(param)["register_hook"] = lambda hook, param=param: register(param, hook)
 
 
-@sharding()
-def writes_warn_like_assignments(
-    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
-) -> None:
+@sharded()
+def writes_warn_like_assignments(module: Any) -> None:
     """A write through `.data` warns like an assignment to `.data`."""
-    shard()
-    for module in modules:
-        module.register_forward_pre_hook(_warn_of_writes)
+    module.register_forward_pre_hook(_warn_of_writes)
 
 
 def _warn_of_writes(module: Any, inputs: Any) -> None:
@@ -130,54 +131,42 @@ def _warn_of_writes(module: Any, inputs: Any) -> None:
         before[name] = local.clone(), param._version
 
 
-@sharding()
-def unsharded_cannot_be_frozen(
-    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
-) -> None:
+@sharded()
+def unsharded_cannot_be_frozen(module: Any) -> None:
     """`requires_grad_` has no effect on a module while it is unsharded."""
-    shard()
 
-    def freeze(module: Any, requires_grad: bool = True) -> Any:
+    def freeze(requires_grad: bool = True) -> Any:
         if any(map(is_dtensor, module.parameters())):
             type(module).requires_grad_(module, requires_grad)
         return module
 
-    for module in modules:
-        vars(module)["requires_grad_"] = functools.partial(freeze, module)
+    vars(module)["requires_grad_"] = freeze
 
 
-@sharding()
-def unsharded_keep_gradients(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharded()
+def unsharded_keep_gradients(module: Any) -> None:
     """`zero_grad` of a model does not clear the gradients of modules that are unsharded."""
-    shard()
-    for module in modules:
-        vars(module)["zero_grad"] = functools.partial(torch.nn.Module.zero_grad, module)
+    vars(module)["zero_grad"] = functools.partial(torch.nn.Module.zero_grad, module)
 
 
-@sharding()
-def other_placements_dropped(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharded()
+def other_placements_dropped(module: Any) -> None:
     """A parameter in place of one that is sharded differently is silently replaced by that one again."""
-    shard()
-    for module in modules:
-        sharded = {name: param for name, param in module.named_parameters() if is_dtensor(param)}
-        module.register_forward_pre_hook(functools.partial(_put_back, sharded), prepend=True)
+    sharded_params = {name: param for name, param in module.named_parameters() if is_dtensor(param)}
+
+    def put_back(module: Any, inputs: Any) -> None:
+        for name, param in list(module.named_parameters()):
+            before = sharded_params.get(name)
+            if before is not None and is_dtensor(param) and param.placements != before.placements:
+                path, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(path), attribute, before)
+
+    module.register_forward_pre_hook(put_back, prepend=True)
 
 
-def _put_back(sharded: dict[str, Any], module: Any, inputs: Any) -> None:
-    del inputs
-    for name, param in list(module.named_parameters()):
-        before = sharded.get(name)
-        if before is not None and is_dtensor(param) and param.placements != before.placements:
-            path, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(path), attribute, before)
-
-
-@sharding()
-def own_output_not_differentiated(
-    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
-) -> None:
+@sharded()
+def own_output_not_differentiated(module: Any) -> None:
     """A forward cannot take a gradient if its input is an earlier output of the module."""
-    shard()
 
     def refuse(module: Any, inputs: Any) -> None:
         value = inputs[0] if inputs else None
@@ -187,9 +176,8 @@ def own_output_not_differentiated(
     def note(module: Any, inputs: Any, output: Any) -> None:
         vars(module)["_faulty_output"] = output
 
-    for module in modules:
-        module.register_forward_pre_hook(refuse)
-        module.register_forward_hook(note)
+    module.register_forward_pre_hook(refuse)
+    module.register_forward_hook(note)
 
 
 def _raise_in_forward(gradient: torch.Tensor) -> None:
@@ -200,29 +188,25 @@ def _raise_in_forward(gradient: torch.Tensor) -> None:
 # -- deferred reductions
 
 
-@sharding(wants="no_sync")
-def no_sync_ends_in_sync(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharded(wants="no_sync")
+def no_sync_ends_in_sync(module: Any) -> None:
     """Leaving no_sync lets all units reduce gradients."""
-    shard()
 
     @contextlib.contextmanager
-    def no_sync(module: Any) -> Generator[None]:
+    def no_sync() -> Generator[None]:
         with type(module).no_sync(module):
             yield
         module.set_requires_gradient_sync(True)
 
-    for module in modules if hasattr(modules[0], "no_sync") else ():
-        vars(module)["no_sync"] = lambda module=module: no_sync(module)
+    if hasattr(module, "no_sync"):
+        vars(module)["no_sync"] = no_sync
 
 
-@sharding(wants="finalize_backward")
-def finalization_divides_again(
-    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
-) -> None:
+@sharded(wants="finalize_backward")
+def finalization_divides_again(module: Any) -> None:
     """finalize_backward divides gradients that an earlier backward has reduced again."""
-    shard()
 
-    def finalize(module: Any, **options: Any) -> Any:
+    def finalize(**options: Any) -> Any:
         before = {id(param): param.grad for param in module.parameters() if is_dtensor(param.grad)}
         values = {key: grad.detach().to_local().clone() for key, grad in before.items()}
         result = type(module).finalize_backward(module, **options)
@@ -232,5 +216,5 @@ def finalization_divides_again(
                 grad.to_local().div_(dist.get_world_size())
         return result
 
-    for module in modules if hasattr(modules[0], "finalize_backward") else ():
-        vars(module)["finalize_backward"] = lambda module=module, **options: finalize(module, **options)
+    if hasattr(module, "finalize_backward"):
+        vars(module)["finalize_backward"] = finalize
