@@ -18,10 +18,7 @@ class Killer:
 
 @dataclass(frozen=True)
 class KillTable:
-    subject: str
-    commit: str
-    began: str
-    complete: bool  # False if the run was stopped
+    table: dict[str, Any]  # the `Table` of the report
     killed: list[dict[str, Any]]
     survivors: list[dict[str, Any]]
     killers: list[Killer]  # ordered by the number of faults, largest first
@@ -46,10 +43,7 @@ def kill_matrix(report: dict[str, Any]) -> KillTable | None:
         for name, own in sorted(caught.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     ]
     return KillTable(
-        subject=kills["subject"],
-        commit=kills["commit"],
-        began=kills["began"],
-        complete=kills["complete"],
+        table=kills,
         killed=killed,
         survivors=[row for row in faults if row["outcome"] != KILLED],
         killers=killers,

@@ -1,10 +1,11 @@
-"""The page of a report as one self-contained HTML file."""
+"""The pages of a report and of the catalogue, each one self-contained HTML file."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             training_plots=_plots(report),
         )
     )
+    file.write_text(page, encoding="utf-8")
+
+
+def write_catalogue(catalogue: dict[str, Any], file: Path) -> None:
+    """Write the page of all clauses. `catalogue` is that of `conformance.judge.catalogue.as_dict`."""
+    areas = [(area, list(rows)) for area, rows in groupby(catalogue["clauses"], lambda row: row["area"])]
+    page = environment().get_template("catalogue.html").render(catalogue=catalogue, areas=areas)
     file.write_text(page, encoding="utf-8")
 
 

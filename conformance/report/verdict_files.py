@@ -9,8 +9,7 @@ from typing import Any
 
 from conformance.judge import catalogue
 from conformance.judge.judgement import RED
-from conformance.report.catalogue_page import write_catalogue
-from conformance.report.page import write_page
+from conformance.report.page import write_catalogue, write_page
 from conformance.report.verdict import exit_code, reasons
 
 _PASSED = ("passed", "known", "reference cannot run here")

@@ -11,7 +11,7 @@ import pytest
 from conformance.cli.options import MARKS
 from conformance.judge import catalogue, clauses, surface
 from conformance.judge.files.rows import all_deviations
-from conformance.report.catalogue_page import write_catalogue
+from conformance.report.page import write_catalogue
 from conformance.selftests.processes import ROOT, run_python
 
 
