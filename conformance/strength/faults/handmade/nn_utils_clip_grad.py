@@ -8,27 +8,32 @@ from typing import Any
 
 import torch
 
-from conformance.strength.faults.fault import OWN, Decorator, Substitute, fault_in, in_function
+from conformance.strength.faults.fault import OWN, Decorator, Make, Substitute, fault_in, in_function
 
 NORM = "nn.utils.clip_grad_norm_"
 WITH_NORM = "nn.utils.clip_grads_with_norm_"
 
 
 def broken(breaks: str, thread: str = OWN, *, on_ranks: bool = False) -> Decorator:
-    """Return a decorator of `fault(original, *args, **kwargs)`, which replaces the function `breaks`."""
-    return fault_in("clip_grad", breaks, in_function, thread, on_ranks=on_ranks)
+    """Return a decorator of `fault(original, parameters, ...)`, which replaces the function `breaks`."""
+    return fault_in("clip_grad", breaks, with_lists, thread, on_ranks=on_ranks)
+
+
+def with_lists(fault: Substitute) -> Make:
+    """Return a maker that replaces a function by `fault`, which gets the parameters as a list, for several passes."""
+
+    def listing(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        # The original gets empty iterables unchanged, because it may warn of them.
+        if isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor):
+            parameters = list(parameters) or parameters
+        return fault(original, parameters, *args, **kwargs)
+
+    return in_function(listing)
 
 
 def gradients(parameters: Any) -> list[torch.Tensor]:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return [p.grad for p in parameters if p.grad is not None]
-
-
-def as_list(parameters: Any) -> Any:
-    """Return iterables as lists, for several passes. Return empty ones unchanged: the original may warn of them."""
-    if isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor):
-        return list(parameters) or parameters
-    return parameters
 
 
 def is_number(value: Any) -> bool:
@@ -49,7 +54,6 @@ def after(change: Callable[[torch.Tensor, Any, Any], Any]) -> Substitute:
 
     @functools.wraps(change)
     def fault(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = as_list(parameters)
         return change(original(parameters, max_norm, *args, **kwargs), parameters, max_norm)
 
     return fault
@@ -62,7 +66,6 @@ def scaled_by(factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitu
     def fault(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not is_number(max_norm):
             return original(parameters, max_norm, *args, **kwargs)
-        parameters = as_list(parameters)
         norm = original(parameters, torch.inf, *args, **kwargs)
         for grad in gradients(parameters):
             grad.detach().mul_(factor(norm, float(max_norm)).to(grad.device))
@@ -97,7 +100,6 @@ def left_out(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Subs
 
     @functools.wraps(choose)
     def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        parameters = as_list(parameters)
         chosen = [(part, part.clone()) for part in choose([grad.detach() for grad in gradients(parameters)])]
         norm = original(parameters, *args, **kwargs)
         for part, before in chosen:

@@ -15,7 +15,6 @@ from conformance.strength.faults.fault import Substitute
 from conformance.strength.faults.handmade import nn_utils_clip_grad
 from conformance.strength.faults.handmade.nn_utils_clip_grad import (
     NORM,
-    as_list,
     coefficient,
     gradients,
 )
@@ -43,7 +42,6 @@ def by_another_norm(change: Callable[[torch.Tensor, list[DTensor], float], torch
     def fault(
         original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
     ) -> Any:
-        parameters = as_list(parameters)
         grads = dtensor_gradients(parameters)
         if not grads or len(grads) < len(gradients(parameters)):
             return original(parameters, max_norm, norm_type, *args, **kwargs)
@@ -96,7 +94,6 @@ def dtensor_inf_norm_summed(norm: torch.Tensor, grads: list[DTensor], order: flo
 @broken(NORM)
 def dtensor_redundant_collective(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Ranks run an unnecessary collective."""
-    parameters = as_list(parameters)
     norm = original(parameters, *args, **kwargs)
     if dtensor_gradients(parameters):
         dist.all_reduce(torch.zeros(1))
@@ -113,7 +110,6 @@ def dtensor_error_on_nonfinite_ranks(
     foreach: Any = None,
 ) -> Any:
     """error_if_nonfinite only raises on ranks whose own shard is nonfinite."""
-    parameters = as_list(parameters)
     try:
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     except RuntimeError:
@@ -127,7 +123,6 @@ def dtensor_error_on_nonfinite_ranks(
 @broken(NORM, "meta-pytorch/torchtune#2420")
 def dtensor_clipped_apart(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """DTensors and plain tensors of one call are clipped by separate norms."""
-    parameters = as_list(parameters)
     params = parameters if isinstance(parameters, list) else []
     apart = [p for p in params if is_dtensor(getattr(p, "grad", None))]
     if not apart or len(apart) == len(params):
@@ -146,5 +141,4 @@ def dtensor_norm_of_this_rank(original: Any, parameters: Any, *args: Any, **kwar
 @broken(NORM)
 def unsharded_not_clipped(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Parameters that are listed while they are unsharded are skipped, because they have no gradients."""
-    listed = as_list(parameters)
-    return original([parameter for parameter in listed if parameter.grad is not None], *args, **kwargs)
+    return original([parameter for parameter in parameters if parameter.grad is not None], *args, **kwargs)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from conformance.strength.faults.fault import fault_in, in_function
 from conformance.strength.faults.handmade.nn_utils_clip_grad import (
     NORM,
     after,
-    as_list,
     broken,
     coefficient,
     gradients,
@@ -31,7 +31,7 @@ def error_by_default(
     return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-@broken(NORM, "pytorch/torchtitan#1258")
+@fault_in("clip_grad", NORM, in_function, "pytorch/torchtitan#1258")
 def generator_exhausted(
     original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
@@ -44,7 +44,6 @@ def generator_exhausted(
 @broken(NORM, "pytorch/pytorch#38605")
 def no_gradients_raises(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A call without gradients raises."""
-    parameters = as_list(parameters)
     if not isinstance(parameters, torch.Tensor) and all(getattr(p, "grad", p) is None for p in parameters):
         raise RuntimeError("stack expects a non-empty TensorList")
     return original(parameters, *args, **kwargs)
@@ -63,7 +62,6 @@ def half_squares_overflow(
     original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """float16 norms are squared in float16."""
-    parameters = as_list(parameters)
     grads = gradients(parameters)
     if not grads or any(grad.dtype != torch.float16 for grad in grads):
         return original(parameters, max_norm, *args, **kwargs)

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from conformance.strength.faults.fault import Make, Substitute, fault_in, in_function
+from conformance.strength.faults.fault import Make, Substitute, fault_in
 from conformance.strength.faults.handmade.nn_utils_clip_grad import (
     NORM,
     after,
-    as_list,
     broken,
     coefficient,
     gradients,
     is_number,
+    with_lists,
 )
 
 
@@ -25,7 +25,6 @@ def inf_norm_without_abs(
     original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """The infinity norm is the largest element, without absolute values."""
-    parameters = as_list(parameters)
     grads = [grad.detach() for grad in gradients(parameters)]
     usual = all(type(grad) is torch.Tensor and grad.is_floating_point() and grad.numel() for grad in grads)
     if not (grads and usual and is_number(norm_type) and is_number(max_norm) and norm_type == math.inf):
@@ -56,7 +55,7 @@ def _with_cache(fault: Substitute) -> Make:
 
     def make(original: Any) -> Any:
         cache: dict[Any, torch.Tensor] = {}
-        return in_function(functools.partial(fault, cache))(original)
+        return with_lists(functools.partial(fault, cache))(original)
 
     return make
 
@@ -67,7 +66,6 @@ cached = fault_in("clip_grad", NORM, _with_cache)
 @cached
 def norm_cached_by_address(cache: Any, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """A norm is cached by the addresses of the gradients."""
-    parameters = as_list(parameters)
     grads = gradients(parameters) if isinstance(parameters, list) else []
     dense = [g for g in grads if type(g) is torch.Tensor and g.layout is torch.strided]
     key = tuple((g.data_ptr(), g.shape, g.dtype) for g in dense)
@@ -89,7 +87,6 @@ def no_gradients_raise_for_inf(
     original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """An infinity norm without gradients raises."""
-    parameters = as_list(parameters)
     bare = not isinstance(parameters, torch.Tensor) and all(getattr(p, "grad", p) is None for p in parameters)
     if bare and norm_type == math.inf:
         raise ValueError("max() arg is an empty sequence")

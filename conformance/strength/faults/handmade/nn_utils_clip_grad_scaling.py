@@ -9,7 +9,6 @@ import torch
 from conformance.strength.faults.handmade.nn_utils_clip_grad import (
     NORM,
     WITH_NORM,
-    as_list,
     broken,
     coefficient,
     gradients,
@@ -24,7 +23,6 @@ from conformance.strength.faults.handmade.nn_utils_clip_grad import (
 @broken(NORM, "pytorch/pytorch#7257")
 def sparse_refused(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Sparse gradients are refused."""
-    parameters = as_list(parameters)
     listed = parameters if isinstance(parameters, list) else []
     if any(p.grad is not None and p.grad.is_sparse for p in listed if isinstance(p, torch.Tensor)):
         raise RuntimeError("sparse gradients cannot be multiplied by a tensor")
@@ -94,7 +92,6 @@ def complex_left_out(grads: list[torch.Tensor]) -> list[torch.Tensor]:
 @broken(NORM)
 def listed_twice_scaled_once(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """A parameter that is listed twice counts once."""
-    parameters = as_list(parameters)
     if isinstance(parameters, list):
         parameters = list({id(p): p for p in parameters}.values())
     return original(parameters, *args, **kwargs)
@@ -105,7 +102,6 @@ def sparse_scaled_twice(
     original: Any, parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None
 ) -> None:
     """The values of sparse gradients are scaled twice."""
-    parameters = as_list(parameters)
     original(parameters, max_norm, total_norm, foreach)
     for grad in gradients(parameters):
         if grad.is_sparse:
@@ -115,7 +111,6 @@ def sparse_scaled_twice(
 @broken(NORM, "pytorch/pytorch#12159")
 def second_dtype_rounded(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Gradients of a second dtype are rounded to the first one's."""
-    parameters = as_list(parameters)
     norm = original(parameters, *args, **kwargs)
     grads = [grad.detach() for grad in gradients(parameters) if plain(grad) and grad.is_floating_point()]
     for grad in grads:
