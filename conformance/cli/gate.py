@@ -31,7 +31,6 @@ from conformance.cli.terminal import PhaseProgress, print_broken, print_verdict,
 from conformance.judge.heading import CHECKOUT
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
-from conformance.strength.results import read_table
 
 _NO_CHECKOUT = (
     "the gate also times the subject, which needs the folder benchmarks of a checkout, but this is an installed "
@@ -43,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     if not CHECKOUT:
         print(_NO_CHECKOUT, file=sys.stderr)  # noqa: T201 the command's output
         return 2
-    options, baseline, kills = _options(words)
+    options, baseline = _options(words)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -61,7 +60,7 @@ def main(words: Sequence[str]) -> int:
                     if is_next
                     else {}
                 )
-        return _conclude(report | {"kills": kills}, out, console, baseline)
+        return _conclude(report, out, console, baseline)
 
 
 def _reason_not_to_run(phase: str, report: dict[str, Any]) -> dict[str, Any]:
@@ -80,20 +79,13 @@ def _conclude(report: dict[str, Any], out: Path, console: Console, baseline: dic
     return conclude(report, out, show)
 
 
-def _options(
-    words: Sequence[str],
-) -> tuple[argparse.Namespace, dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the options, the baseline and the kill matrix, read before the run can overwrite them."""
+def _options(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
+    """Return the options and the baseline, read before the run can overwrite it."""
     parser = of_gate(__doc__)
     options = parser.parse_args(words)
     options.out = options.out or REPORT
-    kills = Path(options.out, "kills.json")
     try:
-        return (
-            options,
-            read_report(Path(options.baseline)) if options.baseline else None,
-            asdict(read_table(kills, "faults")) if kills.is_file() else None,
-        )
+        return options, read_report(Path(options.baseline)) if options.baseline else None
     except ValueError as error:
         parser.error(str(error))
 

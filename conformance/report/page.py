@@ -16,7 +16,6 @@ from conformance.judge.judgement import RED
 from conformance.judge.results import broken_clauses
 from conformance.judge.surface import is_torch_in
 from conformance.report import speed
-from conformance.report.kill_table import kill_matrix
 from conformance.report.matrix import OUTCOMES, Area, by_mark, matrix, ranked
 from conformance.report.text import legible
 from conformance.report.verdict import parts
@@ -50,7 +49,6 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             },
             clause_ids={row.clause["id"] for area in areas if area.axes for row in area.rows},
             sides=_sides(report),
-            kills=kill_matrix(report),
             speed=speed.groups(report.get("speed") or {}),
             elsewhere=speed.elsewhere(report.get("speed") or {}),
             training_plots=_plots(report),

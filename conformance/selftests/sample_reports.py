@@ -1,9 +1,8 @@
-"""Reports of a few tests, faults, benchmarks and training runs, to draw and to compare, and a parser of their pages."""
+"""Reports of a few tests, benchmarks and training runs, tables of a few faults, and a parser of the pages."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,6 @@ def an_idle_clause(clause: str, tried: int, kills: str = "", why: str = "") -> R
 
 def a_table(*rows: Row, subject: str = "impl", commit: str = "abc", **more: Any) -> Table:
     return Table("faults", subject, commit, "2026-01-01T00:00:00+00:00", rows=list(rows), **more)
-
-
-def a_kill_matrix(*rows: Row, complete: bool = True) -> dict[str, Any]:
-    return asdict(a_table(*rows, seconds=9.0, complete=complete))
 
 
 def timed(name: str, low: float, high: float) -> dict[str, Any]:

@@ -151,9 +151,7 @@ def test_timing_gets_machine_and_records_result_of_impl_only(
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(gate, "_run_phase", lambda name, command, *_: commands.append(command) or {})
-    options, _, _ = gate._options(
-        [f"--subject={subject}", "--machine=lab", "--device=cpu", f"--out={tmp_path}"]
-    )
+    options, _ = gate._options([f"--subject={subject}", "--machine=lab", "--device=cpu", f"--out={tmp_path}"])
     (tmp_path / "point.json").write_text("of an earlier run")
     reported = gate._time(options, tmp_path, Progress(), Stop())
     assert reported == {

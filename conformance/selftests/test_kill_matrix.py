@@ -12,7 +12,7 @@ import sys
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +213,17 @@ def test_different_run_is_not_resumed(
         main(["faults", "--out", str(out), "--resume"])
     assert reported in capsys.readouterr().err
     assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", '{"rows": [{"name": "x"}]}', json.dumps(asdict(a_table())), "\xff"]
+)
+def test_foreign_file_is_rejected_as_table(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "kills.json"
+    if text is not None:
+        file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"no table of mutation|is a table of faults"):
+        read_table(file, "mutation")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import unicodedata
 from collections import Counter
@@ -26,17 +25,12 @@ from conformance.selftests.sample_reports import (
     DEVIATION,
     HOSTILE,
     Page,
-    a_kill,
-    a_kill_matrix,
     a_report,
-    a_survivor,
-    an_idle_clause,
     judged,
     not_timed,
     timed,
     trained,
 )
-from conformance.strength.results import read_table
 
 
 def draw(report: dict[str, Any], folder: Path) -> Page:
@@ -71,10 +65,6 @@ def a_full_report(text: str) -> dict[str, Any]:
             "error": text,
         },
         training={"runs": [run], "lacking": [text], "error": text},
-        kills=a_kill_matrix(
-            a_kill("a.fault", text, says=text, thread=text),
-            a_survivor(text, says=text, thread="own", why=text),
-        ),
     )
     report["environment"] = report["environment"] | {"processor": text}
     earlier = a_report(judged("failed", nodeid=text, clause=text), subject=text, began=text)
@@ -309,44 +299,6 @@ def test_fixed_deviation_names_torch_version(version: str, side: str, tmp_path: 
     page = draw(report, tmp_path).text
     assert "fixed in torch 2.14; recorded on 2026-11-22" in page
     assert side in page
-
-
-def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
-    assert "python -m conformance.strength faults" in draw(a_report(judged("passed")), tmp_path).text
-    kills = (
-        a_kill("one"),
-        a_kill("two", how="hang", seconds=3.0),
-        a_survivor("three", why="no one can see it"),
-    )
-    idle = [
-        an_idle_clause("a.late.clause", 4, "a.fault"),
-        an_idle_clause("a.weak.clause", 9),
-        an_idle_clause("a.lone.clause", 7, why="So."),
-    ]
-    clauses = [CLAUSE, CLAUSE | {"id": "amp.grad_scaler.silent"}]
-    report = a_report(judged("passed"), clauses=clauses, kills=a_kill_matrix(*kills))
-    text = draw(report, tmp_path).text
-    for reported in ("2 of 3 faults", "2.0 s each", "no one can see it"):
-        assert reported in text
-    assert "1 clauses were the first to kill no fault" in text
-    assert "incomplete" not in text
-    text = draw(report | {"kills": a_kill_matrix(*kills, *idle, complete=False)}, tmp_path).text
-    names = ("a.lone.clause", "So.", "a.weak.clause", "a.late.clause", "a.fault")
-    places = [text.index(reported) for reported in names]
-    assert places == sorted(places)
-    assert "were the first to kill no fault" in text
-    assert "incomplete" in text
-
-
-@pytest.mark.parametrize(
-    "text", [None, "", "[]", '{"rows": [{"name": "x"}]}', json.dumps(a_kill_matrix()), "\xff"]
-)
-def test_foreign_file_is_rejected_as_table(text: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "kills.json"
-    if text is not None:
-        file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"no table of mutation|is a table of faults"):
-        read_table(file, "mutation")
 
 
 ratios = st.floats(1e-6, 1e6)

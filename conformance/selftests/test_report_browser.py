@@ -14,15 +14,12 @@ pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml b
 from conformance.report import write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import matrix
+from conformance.report.page import write_catalogue
 from conformance.selftests.browser import CONTRAST, Browser, start
 from conformance.selftests.sample_reports import (
     CLAUSE,
     DEVIATION,
-    a_kill,
-    a_kill_matrix,
     a_report,
-    a_survivor,
-    an_idle_clause,
     judged,
     not_timed,
     timed,
@@ -79,9 +76,6 @@ def a_red_report() -> dict[str, Any]:
         },
         training={"runs": [trained(False), trained(True)]},
     )
-    kills = a_kill("one", how="hang", says="It is off."), a_survivor("two")
-    idle = an_idle_clause("a.late.clause", 4, "one"), an_idle_clause("a.weak.clause", 9, why="So.")
-    report["kills"] = a_kill_matrix(*kills, *idle, complete=False)
     earlier = a_report(judged("passed", nodeid="second"), judged("failed", nodeid="third"), subject="torch")
     earlier["speed"] = {"rows": [timed("B", 1, 1.5)]}
     return report | {"baseline": asdict(compare(earlier, report))}
@@ -99,7 +93,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     reports = {"red": a_red_report(), "green": a_report(judged("passed"))}
     for name, report in reports.items():
         write_page(report, folder / f"{name}.html")
-    return {name: folder / f"{name}.html" for name in reports}
+    catalogue = {"catalogue": "262c9d0d1e03", "torch": ["2.13"], "clauses": [CLAUSE, OTHER]}
+    write_catalogue(catalogue, folder / "clauses.html")
+    return {name: folder / f"{name}.html" for name in (*reports, "clauses")}
 
 
 def fill(browser: Browser, selector: str, value: str) -> None:
@@ -197,14 +193,13 @@ def test_back_leads_from_a_failure_to_its_cell(browser: Browser, pages: dict[str
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
-def test_search_word_filters_faults(browser: Browser, pages: dict[str, Path], width: int) -> None:
-    browser.open(pages["red"], width)
-    shown = "all('#kills .faults tbody tr').filter((row) => row.checkVisibility()).length"
-    for word, rows in (("hang", 1), ("nothing has this", 0), ("IT IS OFF", 1), ("", 1)):
-        fill(browser, "#kills [data-search]", word)
+def test_search_word_filters_catalogue(browser: Browser, pages: dict[str, Path], width: int) -> None:
+    browser.open(pages["clauses"], width)
+    shown = "all('.clauses tbody tr').filter((row) => row.checkVisibility()).length"
+    for word, rows in (("clips", 1), ("nothing has this", 0), ("IT DOES", 1), ("", 2)):
+        fill(browser, "[data-search]", word)
         assert browser.run(shown) == rows, word
-    scroll = "document.querySelector('#kills .scroll')"
-    assert browser.run(f"{scroll}.clientWidth") <= width
+    assert browser.run("document.querySelector('.scroll').clientWidth") <= width
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))

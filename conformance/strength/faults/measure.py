@@ -13,8 +13,6 @@ There are two types of faults, both named after a `+` in a subject's spec (`impl
     handmade   one for each bug that a real implementation once had (`handmade/`, at torch's paths), and for each bug
                of ours that no operator of mutation makes, such as a wrong number at the end of a long gradient
 
-The next `ci/gate` includes the kill matrix of report/kills.json in its report.
-
 A worker collects the suite once, and each fault is judged in a fork of it. A fault is killed by the first test that
 fails, and only if that test passes without the fault. The tests do not know what was injected. Only their order depends
 on the broken name and on what killed the fault before, according to the matrix at `--out` or else `killers.json`.
