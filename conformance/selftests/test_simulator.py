@@ -136,43 +136,6 @@ def test_training_has_bits_of_cpu_under_every_schedule() -> None:
         assert outcome == {"equal": [True] * 7, "hazards": []}, name
 
 
-# Each call succeeds with the first argument and is refused with the second.
-REFUSED = """
-import torch
-from conformance import simulator
-
-simulator.enable()
-simulator.set_schedule(1)  # as late as it may be
-x, u, i = (torch.ones(3, dtype=dtype, device="sim") for dtype in (torch.float32, torch.uint8, torch.int32))
-for call, right, wrong in (
-    (u.fill_, 3, 300),
-    (i.fill_, 0.0, float("nan")),
-    (i.fill_, 1e9, 1e10),
-    (lambda least: torch.histc(x, 4, least, 3.0), 2.0, 4.0),
-    (lambda lambd: torch.nn.functional.softshrink(x, lambd), 0.5, -1.0),
-    (lambda p: torch.renorm(x.view(3, 1), p, 0, 1.0), 2.0, -2.0),
-    (lambda length: x.add_(torch.ones(length, device="sim")), 3, 4),
-    (lambda dtype: torch.layer_norm(x, (3,), x.to(dtype)), torch.float32, torch.float64),
-):
-    call(right)
-    for _ in range(2):
-        try:
-            call(wrong)
-        except RuntimeError as error:
-            print(error)
-print(*(len(torch.arange(0.5, end, 0.25, device="sim")) for end in (0.5, 1.0)))
-"""
-
-
-def test_refusal_is_raised_at_its_call() -> None:
-    ended = run_python("-c", REFUSED)
-    assert ended.returncode == 0, ended.stderr
-    *lines, drawn = ended.stdout.splitlines()
-    assert len(lines) == 16
-    assert not any("failed on the device" in line for line in lines)
-    assert drawn == "0 2"
-
-
 FAILED = """
 import torch
 from conformance import simulator

@@ -316,23 +316,35 @@ def test_every_finding_is_short_and_listed_on_page() -> None:
         assert f"findings/{script.name})" in page, script
 
 
+# Each call succeeds with the first argument and is refused with the second.
 _REFUSED = """
 import sys
 import torch
 
-x = torch.ones(2, 2, device=sys.argv[1])
-calls = {
-    "dtypes that do not agree": lambda: x @ x.bfloat16(),
-    "a number that the dtype does not hold": lambda: x.half().clamp(max=1e9),
-    "shapes that do not agree": lambda: x + x.new_ones(3),
-    "a dtype without a kernel": lambda: torch.linalg.inv(x.half()),
-}
-for name, call in calls.items():
-    try:
-        call()
-        print(name, "is taken")
-    except Exception as error:
-        print(name, type(error).__name__, str(error).splitlines()[0])
+device = sys.argv[1]
+x, u, i = (torch.ones(3, dtype=dtype, device=device) for dtype in (torch.float32, torch.uint8, torch.int32))
+square = torch.ones(2, 2, device=device)
+for call, right, wrong in (
+    (u.fill_, 3, 300),
+    (i.fill_, 0.0, float("nan")),
+    (i.fill_, 1e9, 1e10),
+    (lambda least: torch.histc(x, 4, least, 3.0), 2.0, 4.0),
+    (lambda lambd: torch.nn.functional.softshrink(x, lambd), 0.5, -1.0),
+    (lambda p: torch.renorm(x.view(3, 1), p, 0, 1.0), 2.0, -2.0),
+    (lambda length: x.add_(torch.ones(length, device=device)), 3, 4),
+    (lambda dtype: torch.layer_norm(x, (3,), x.to(dtype)), torch.float32, torch.float64),
+    (lambda dtype: square @ square.to(dtype), torch.float32, torch.bfloat16),
+    (lambda most: x.half().clamp(max=most), 1e4, 1e9),
+    (lambda dtype: torch.linalg.inv(torch.eye(2, device=device).to(dtype)), torch.float32, torch.float16),
+):
+    call(right)
+    for _ in range(2):
+        try:
+            call(wrong)
+            print("is taken")
+        except Exception as error:
+            print(type(error).__name__, str(error).splitlines()[0])
+print(*(len(torch.arange(0.5, end, 0.25, device=device)) for end in (0.5, 1.0)))
 """
 
 
