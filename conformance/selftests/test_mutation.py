@@ -55,22 +55,11 @@ MISTAKES = {
         "a(1, 2, x=3, **b)": ["a(1, x=3, **b)", "a(1, 2, **b)"],
         "a(b(1))": ["a()", "a(b())"],
         "a()": [],
-        "if a(1): logger.info(a)": ["if a(): logger.info(a)"],
     },
     "negate_condition": {
         "if a: b()": ["if not a:\n    b()"],
-        "if rank and logger.isEnabledFor(1):\n    b = a.names\n    logger.info(b)": [],
         "if a.pop(): logger.info(a)": [],
-        "if not a.get_rank() and _is_loud(a): logger.info(a)": [],
-        "b = []\nif a.pop():\n    b.append(group)\nif b: logger.info(b)": [],
-        "b = []\nif rank: b.append(group)\nif b: logger.info(b)\nreturn b": [
-            "b = []\nif not rank: b.append(group)\nif b: logger.info(b)\nreturn b"
-        ],
-        "if rank: a.append(group)\nlogger.info(a)": ["if not rank: a.append(group)\nlogger.info(a)"],
         "if a:\n    logger.info(a)\nelse:\n    b()": ["if not a:\n    logger.info(a)\nelse:\n    b()"],
-        "if a:\n    b = a.names\n    logger.info(b)\nc = b": [
-            "if not a:\n    b = a.names\n    logger.info(b)\nc = b"
-        ],
         "if a:\n    b = a.pop()\n    logger.info(b)": ["if not a:\n    b = a.pop()\n    logger.info(b)"],
         "while a: b()": ["while not a:\n    b()"],
         "assert a": ["assert not a"],

@@ -1,7 +1,8 @@
 """Mutation operators on a syntax tree. Each makes a typical small mistake of programmers.
 
 An operator gets a node and yields replacements, each of which is a mutant. Only the bodies of functions are mutated,
-because the code that runs at import is the same for every test.
+because the code that runs at import is the same for every test. Code that only writes to a log or a terminal is left
+out, because it is not part of torch's behaviour.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import ast
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-from conformance.strength.mutation.silent import asks_others, last_name, silent_in
 
 Operator = Callable[[ast.AST], Iterator[ast.AST]]
 OPERATORS: dict[str, Operator] = {}
@@ -25,6 +24,9 @@ _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.GtE: ast.Gt,
 }
 _SIGNS: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
+_LOGGERS = ("log", "logger", "logging")
+_LOGS = ("torch._C._log_api_usage_once", "torch._logging.")
+_PRINTS = ("print", "traceback.print_stack")
 _DTYPES = {"float32": "float64", "float64": "float32", "float16": "bfloat16", "bfloat16": "float16"}
 
 
@@ -122,7 +124,7 @@ def stale_value(node: ast.AST) -> Iterator[ast.AST]:
     """Drop an assignment of a new value that is computed from the old value of the same name, except by `cast`."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         name = node.targets[0].id
-        is_cast = isinstance(node.value, ast.Call) and last_name(node.value.func) == "cast"
+        is_cast = isinstance(node.value, ast.Call) and _last_name(node.value.func) == "cast"
         is_used = any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node.value))
         if is_used and not is_cast:
             yield ast.Pass()
@@ -145,7 +147,7 @@ def wrong_dtype(node: ast.AST) -> Iterator[ast.AST]:
 @_operator
 def wrong_rank(node: ast.AST) -> Iterator[ast.AST]:
     """Replace the rank by 0, or compare it with 1 instead of 0."""
-    if last_name(node) == "rank" and isinstance(getattr(node, "ctx", None), ast.Load):
+    if _last_name(node) == "rank" and isinstance(getattr(node, "ctx", None), ast.Load):
         yield ast.Constant(0)
     if isinstance(node, ast.Compare) and "rank" in ast.unparse(node.left):
         compared = node.comparators[0]
@@ -157,8 +159,29 @@ def _is_wait(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)
-        and last_name(node.value.func) in _WAITS
+        and _last_name(node.value.func) in _WAITS
     )
+
+
+def _is_silent(node: ast.AST) -> bool:
+    """Return whether a node is a docstring, a call that logs or prints, or a branch that only contains these."""
+    if isinstance(node, ast.If):
+        return all(map(_is_silent, (*node.body, *node.orelse)))
+    return isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or _is_of_a_log(node.value))
+
+
+def _is_of_a_log(node: ast.AST) -> bool:
+    """Return whether a node calls a logger, such as `self._perf_hint_log.debug`, or prints."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    called = ast.unparse(node.func)
+    return name.rpartition("_")[2] in _LOGGERS or called.startswith(_LOGS) or called in _PRINTS
+
+
+def _last_name(node: ast.AST) -> str:
+    """Return the last name of an expression, such as `rank` of `a.b.rank` and of `rank`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_torch(node: ast.AST) -> bool:
@@ -170,11 +193,11 @@ def _with_arguments(node: ast.AST, ends: tuple[str, ...], other: ast.expr) -> It
     if not isinstance(node, ast.Call):
         return
     for position, argument in enumerate(node.args):
-        if last_name(argument).endswith(ends):
+        if _last_name(argument).endswith(ends):
             args = [*node.args[:position], other, *node.args[position + 1 :]]
             yield ast.Call(node.func, args, node.keywords)
     for position, keyword in enumerate(node.keywords):
-        if last_name(keyword.value).endswith(ends):
+        if _last_name(keyword.value).endswith(ends):
             keywords = [*node.keywords]
             keywords[position] = ast.keyword(keyword.arg, other)
             yield ast.Call(node.func, node.args, keywords)
@@ -226,8 +249,6 @@ def mutants(tree: ast.Module) -> Iterator[tuple[MutationSite, ast.AST, ast.AST]]
 def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int]]:
     """Yield the nodes that run when a function is called, each with the function's name and its statement's line."""
 
-    silent = silent_in(tree)
-
     def below(
         node: ast.AST, path: tuple[str, ...], function: str, line: int
     ) -> Iterator[tuple[ast.AST, str, int]]:
@@ -239,10 +260,7 @@ def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int]]:
             yield node, name, node.lineno
             for child in node.body:
                 yield from below(child, (*path, node.name), name, line)
-        elif node in silent:
-            if isinstance(node, ast.If) and asks_others(node.test):
-                yield from below(node.test, path, function, node.lineno)
-        else:
+        elif not _is_silent(node):
             line = node.lineno if isinstance(node, ast.stmt) else line
             if function:
                 yield node, function, line
