@@ -79,7 +79,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("-n", type=options.workers, default="auto", help="processes (default: one per core)")
     parsed = parser.parse_intermixed_args(words)
     try:
-        chosen_tests(parsed.what, parsed.subject)
+        chosen_tests(parsed.what)
         # The run may overwrite the earlier report.
         parsed.earlier = read_report(Path(parsed.since)) if parsed.since else None
     except ValueError as error:

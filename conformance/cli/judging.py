@@ -110,7 +110,7 @@ def tail(out: Path, name: str = "judging") -> str:
     return (out / f"{name}.log").read_text(errors="replace")[-1500:].strip()
 
 
-def chosen_tests(targets: Sequence[str], subject: str) -> tuple[list[str], list[str]]:
+def chosen_tests(targets: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the paths for pytest and the beginnings of clause ids to judge by. No clauses means all.
 
     Raises:
@@ -142,7 +142,7 @@ def everything() -> list[str]:
 
 
 def _command(options: argparse.Namespace, out: Path) -> list[str]:
-    tests, clauses = chosen_tests(getattr(options, "what", ()), options.subject)
+    tests, clauses = chosen_tests(getattr(options, "what", ()))
     command = [sys.executable, "-m", "pytest", *tests, f"--rootdir={_ROOT}", *_settings()]
     # Other styles of traceback read the source again for each failure, which takes longer than many tests.
     command += ["-q", "--tb=native", "-p", "no:cacheprovider", "-n", getattr(options, "n", "auto")]
@@ -170,7 +170,7 @@ def _settings() -> list[str]:
 def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) -> dict[str, Any]:
     """Return a report from the judgements that were logged before judging ended early."""
     last = {entry["nodeid"]: entry for entry in _Lines(log).new() if "nodeid" in entry}
-    words = chosen_tests(getattr(options, "what", ()), options.subject)[1]
+    words = chosen_tests(getattr(options, "what", ()))[1]
     chosen = {name for name, clause in all_clauses().items() if not words or clause.is_asked_by(words)}
     not_run = account({entry["clause"] for entry in last.values()}, {}, chosen, why)
     return heading.heading(options, began) | {

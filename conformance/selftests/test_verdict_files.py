@@ -231,13 +231,13 @@ def test_error_of_pytest_for_unknown_test_is_reported(tmp_path: Path) -> None:
 
 
 def test_area_is_run_from_its_folder() -> None:
-    folders, clauses = chosen_tests(["nn.utils.clip_grad", "amp.grad_scaler"], "their")
+    folders, clauses = chosen_tests(["nn.utils.clip_grad", "amp.grad_scaler"])
     assert [Path(folder).name for folder in folders] == ["amp", "utils"]
     assert clauses == ["nn.utils.clip_grad", "amp.grad_scaler"]
-    everything, clauses = chosen_tests([], "their")
+    everything, clauses = chosen_tests([])
     assert {Path(folder).name for folder in everything} == {*AREAS, "test_surface.py"}
     assert clauses == []
-    [test], clauses = chosen_tests(["conformance/test_surface.py::test_x[a b]"], "their")
+    [test], clauses = chosen_tests(["conformance/test_surface.py::test_x[a b]"])
     assert (Path(test).name, clauses) == ("test_surface.py::test_x[a b]", [])
 
 

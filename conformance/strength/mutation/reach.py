@@ -26,7 +26,7 @@ from conformance.strength.mutation.groups import GROUPS, LINES, MutationGroup, c
 from conformance.strength.pytest_run import run_pytest
 
 _FOLDER, _GROUPS = "CONFORMANCE_LINES_FOLDER", "CONFORMANCE_LINES_GROUPS"
-_COLLECTED, _IMPORTED = "collected.json", "imported.json"
+_IMPORTED = "imported.json"
 _GREEN = ("passed", "known", "reference cannot run here")
 
 
@@ -79,13 +79,12 @@ def measure_reach(package: str, groups: Sequence[MutationGroup], jobs: int) -> R
         environment = {_FOLDER: directory, _GROUPS: json.dumps([group.name for group in groups])}
         files = files_to_collect(frozenset[str]().union(*map(clauses_of, groups)))
         instrumented = _judge(f"{package}+{LINES}", folder, jobs, files, environment)
-        clauses = json.loads((folder / _COLLECTED).read_text())
         red = [test["nodeid"] for test in instrumented if test["outcome"] in RED]
         plain = _judge(package, folder, jobs, red, environment) if red else []
         logs = [log.read_text().splitlines() for log in folder.glob("lines-*.jsonl")]
         imported = json.loads((folder / _IMPORTED).read_text())
     return Reach(
-        clauses,
+        {test["nodeid"]: test["clause"] for test in instrumented},
         {test["nodeid"]: test["seconds"] for test in instrumented if test["outcome"] in _GREEN},
         dict(json.loads(line) for log in logs for line in log),
         [test["nodeid"] for test in plain if test["outcome"] in _GREEN],
@@ -115,12 +114,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Select the groups' tests, and write their clauses."""
+    """Select the groups' tests."""
     names = json.loads(os.environ[_GROUPS])
     clauses = frozenset[str]().union(*(_clauses_with_none(group) for group in GROUPS if group.name in names))
     items[:] = [item for item in items if clause_of(item) in clauses]
-    collected = json.dumps({item.nodeid: clause_of(item) for item in items})
-    Path(os.environ[_FOLDER], _COLLECTED).write_text(collected)
 
 
 class _LineRecorder:
