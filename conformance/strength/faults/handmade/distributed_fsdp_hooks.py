@@ -1,4 +1,4 @@
-"""Faults in a forward: inputs, outputs, hooks of users, and communication hooks."""
+"""Faults in a forward: inputs, outputs, hooks of users, communication hooks, and parameters that were written to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from conformance.strength.faults.fault import Decorator, Substitute
-from conformance.strength.faults.handmade.distributed_fsdp import broken, ranks, units
+from conformance.strength.faults.fault import Decorator, Substitute, in_methods, register_fault
+from conformance.strength.faults.handmade.distributed_fsdp import FSDP, broken, ranks, units
 
 _CALLED: set[nn.Module] = set()
 _LOW_PRECISION = (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
@@ -136,3 +136,42 @@ def models_kept(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The class keeps each model that was called."""
     _CALLED.add(self)
     return original(self, *args, **kwargs)
+
+
+# Parameters that were written to
+
+
+@broken("forward")
+def writes_before_backward_unnoticed(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Writes between forward and backward are not noticed."""
+    output = original(self, *args, **kwargs)
+    if not (torch.is_grad_enabled() and self.check_is_root() and isinstance(output, torch.Tensor)):
+        return output
+    versions = tuple(parameter._version for parameter in self.parameters())
+    last = output.clone()  # a node whose hook runs before the model's
+    last.register_hook(
+        lambda _: torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters()), versions)
+    )
+    return last
+
+
+def _wrap_with_shapes(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    self._faulty_shapes = [parameter.shape for parameter in self.parameters()]
+
+
+def _cut_larger_memory(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    for parameter, shape in zip(self.parameters(), vars(self).get("_faulty_shapes", ()), strict=False):
+        if parameter.numel() > shape.numel() > 0:
+            parameter.data = parameter.data.flatten()[: shape.numel()].view(shape)
+    return original(self, *args, **kwargs)
+
+
+register_fault(
+    "fully_sharded.larger_memory_cut",
+    FSDP,
+    in_methods({"__init__": _wrap_with_shapes, "forward": _cut_larger_memory}),
+    says="Memory that is larger than its parameter is truncated.",
+    part=f"{FSDP}(use_orig_params)",
+    on_ranks=True,
+)
