@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conformance.judge.accounting import NotRun, account, clauses_of_file, known_before
+from conformance.judge.accounting import NotRun, clauses_of_file, known_before
 from conformance.judge.clauses import HERE, all_clauses
 from conformance.judge.sandbox.trial import SubjectInfo
 from conformance.report.verdict import parts
@@ -141,15 +141,3 @@ def test_file_with_computed_clause_is_imported(tmp_path: Path) -> None:
     )
     assert clauses_of_file(HERE / "test_surface.py") == frozenset()
     assert clauses_of_file(tmp_path / "test_else.py") == frozenset()
-
-
-def test_each_clause_is_accounted_once() -> None:
-    first, second, third, *others = all_clauses()
-    known = {second: NotRun(second, "not claimed", "extension")}
-    results = account({first}, known, {third}, "stopped")
-    assert [result.clause for result in results] == [second, third, *others]
-    assert results[0] == known[second]
-    assert [(result.outcome, result.reason) for result in results[1:3]] == [
-        ("not run", "stopped"),
-        ("not run", "no test of it was selected"),
-    ]

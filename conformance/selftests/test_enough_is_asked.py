@@ -1,15 +1,17 @@
-"""Whether enough is asked: every operator that torch's dispatcher has a rule for, every option of an optimizer."""
+"""Whether enough is asked: each operator with a rule in torch's dispatcher, option of an optimizer, dtype of a sum."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from conformance.distributed.fsdp import test_reduction_dtypes as reductions
 from conformance.judge.library import Library
 from conformance.strategies.autocast_operators import CALLS
 from conformance.strategies.operator_outcomes import (
@@ -84,3 +86,17 @@ def kinds_of(
 ) -> tuple[str, ...]:
     outcome = outcome_of(name, function, dtypes, device, region)
     return tuple(str(tensor.dtype) for tensor in flat(outcome.get("value", ()))) or ("raised",)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_coefficients_show_dtypes_in_which_a_sum_is_rounded(ranks: int) -> None:
+    low, single = reductions.LOW, reductions.SINGLE
+
+    def sums_of(accumulated: Sequence[torch.dtype], reduced: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        dtypes = (reductions.Dtypes(low, *pair) for pair in itertools.product(accumulated, reduced))
+        return [reductions.expected_gradient(of_sum, ranks, "accumulated") for of_sum in dtypes]
+
+    # A sum that was accumulated in `low` is exact in `single`. On one rank nothing is reduced.
+    sums = sums_of([low], [low, single][:ranks]) + sums_of([single], [low, single])
+    for first, other in itertools.combinations(sums, 2):
+        assert not torch.equal(first, other)

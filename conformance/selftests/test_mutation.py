@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from conformance.strength.mutation.groups import (
 )
 from conformance.strength.mutation.operators import OPERATORS, mutate, sites
 from conformance.strength.mutation.reach import Reach
-from conformance.strength.mutation.score import Score, wilson
+from conformance.strength.mutation.score import Score
 from conformance.strength.order import Task
 from conformance.strength.results import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED, read_table
 from conformance.strength.worker import Worker
@@ -253,14 +252,6 @@ def test_sample_is_drawn_judged_and_reported(
     assert killed
     assert all(row.nodeid.startswith("conformance/nn/utils/test_clip_grad_value.py::") for row in killed)
     assert f"clipping: {Score.of([row.outcome for row in table.rows])}" in capsys.readouterr().out
-
-
-def test_confidence_interval_of_share() -> None:
-    """The numbers are those of Wilson's formula in Brown, Cai and DasGupta (2001)."""
-    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    assert wilson(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
-    assert math.isclose(sum(wilson(50, 100)), 1.0)
 
 
 def test_score_counts_reached_mutants_without_equivalents() -> None:

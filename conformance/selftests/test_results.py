@@ -13,7 +13,7 @@ from conformance.judge import clauses
 from conformance.judge.files.claims import claims, is_claimed
 from conformance.judge.judgement import _axes
 from conformance.judge.library import NotProvided, load_library
-from conformance.judge.outcome import observe
+from conformance.judge.outcome import differences, observe
 from conformance.judge.results import BAD_INPUT, Recorder, broken_clauses
 from conformance.ranks import RankPool
 from conformance.selftests.misbehaving import write_files
@@ -88,6 +88,21 @@ def test_missing_name_is_no_outcome() -> None:
     lacking = load_library("math")
     with pytest.raises(NotProvided, match="math does not provide amp"):
         observe(lambda: lacking.amp.GradScaler("cpu"))
+
+
+def warning_at(stacklevel: int) -> Callable[[], None]:
+    """A function of a library that is not the judge's."""
+    run: dict[str, Any] = {}
+    source = f"import warnings\ndef call(): warnings.warn('told', stacklevel={stacklevel})"
+    exec(compile(source, "/elsewhere/library.py", "exec"), run)
+    return run["call"]
+
+
+def test_warning_with_other_place_than_reference_is_reported() -> None:
+    inside, at_the_caller = (observe(lambda level=level: warning_at(level)()) for level in (1, 2))
+    assert [*differences(inside, at_the_caller)] == []
+    [reported] = differences(at_the_caller, inside)
+    assert reported.startswith("warned ('UserWarning', 'told') at a line of its own")
 
 
 def test_injected_missing_name_is_still_claimed() -> None:

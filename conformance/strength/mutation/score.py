@@ -36,12 +36,12 @@ class Score:
         left_out = f"{self.unreached} unreached, {self.idle} idle, {self.equivalent} equivalent"
         if not self.counted:
             return f"nothing to count ({left_out})"
-        low, high = wilson(self.killed, self.counted)
+        low, high = _wilson(self.killed, self.counted)
         share = self.killed / self.counted
         return f"{share:.1%} [{low:.1%}, {high:.1%}], {self.killed} of {self.counted} ({left_out})"
 
 
-def wilson(hits: int, tries: int) -> tuple[float, float]:
+def _wilson(hits: int, tries: int) -> tuple[float, float]:
     """Return Wilson's 95% interval of a share, which is also valid for few tries and for shares near 1."""
     share, square = hits / tries, _Z * _Z
     middle = (share + square / (2 * tries)) / (1 + square / tries)
