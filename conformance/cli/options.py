@@ -108,19 +108,27 @@ def of_gate(describes: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def subject(text: str) -> str:
-    """Check the name of a package, which may have a fault (`torch+clip_grad.dtensor_local_norm`)."""
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\+\S+)?", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not the name of a package, such as impl, torch or your.package"
-        )
-    return text
+def _matching(pattern: str, otherwise: str) -> Callable[[str], str]:
+    """Return the type of an option whose text must match a pattern. `otherwise` describes any other text."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r} {otherwise}")
+        return text
+
+    return check
 
 
-def world_sizes(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,2,4")
-    return text
+# The name of a package, which may have a fault (`torch+clip_grad.dtensor_local_norm`).
+subject = _matching(
+    r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\+\S+)?",
+    "is not the name of a package, such as impl, torch or your.package",
+)
+world_sizes = _matching(r"[1-9]\d*(,[1-9]\d*)*", "is not a list of positive numbers such as 1,2,4")
+# Device types may not exist before the subject is imported, which may register one.
+devices = _matching(r"[a-z]\w*(,[a-z]\w*)*", "is neither auto nor a list of device types such as cpu,cuda")
+# The number of test processes is not 0, because a subject may end the process that it is judged in.
+workers = _matching(r"auto|[1-9]\d*", "is neither auto nor a positive number")
 
 
 def reruns(text: str) -> int:
@@ -139,22 +147,6 @@ def shard(text: str) -> str:
 def marks(text: str) -> str:
     if unknown := set(text.split(",")) - set(MARKS):
         raise argparse.ArgumentTypeError(f"{text!r} has {min(unknown)!r}; expected {', '.join(MARKS)}")
-    return text
-
-
-def devices(text: str) -> str:
-    """Check a list of device types. They may not exist before the subject is imported, which may register one."""
-    if not re.fullmatch(r"[a-z]\w*(,[a-z]\w*)*", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither auto nor a list of device types such as cpu,cuda"
-        )
-    return text
-
-
-def workers(text: str) -> str:
-    """Check the number of test processes. 0 is refused, because a subject may end the process that it is judged in."""
-    if text != "auto" and not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a positive number")
     return text
 
 

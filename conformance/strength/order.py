@@ -43,14 +43,11 @@ def ordered_tests(items: Sequence[pytest.Item], task: Task) -> list[pytest.Item]
 
 
 def cost(item: pytest.Item) -> int:
-    """Return a test's cost: 0 one example, 1 many, 2 sequences of calls, 3 ranks, 4 client libraries on ranks."""
+    """Return a test's cost: 0 one example, 1 many, 2 sequences of calls, 3 ranks."""
     assert isinstance(item, pytest.Function)
-    function = item.function
-    if "sides" in getattr(item, "fixturenames", ()):
-        return 4
     if starts_ranks(item):
         return 3
-    if "run_state_machine_as_test" in inspect.unwrap(function).__code__.co_names:
+    if "run_state_machine_as_test" in inspect.unwrap(item.function).__code__.co_names:
         return 2
     return int(has_drawn_examples(item))
 
