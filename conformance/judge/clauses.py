@@ -91,6 +91,13 @@ def parameters_of(item: pytest.Item) -> Mapping[str, Any]:
     return getattr(getattr(item, "callspec", None), "params", {})
 
 
+def is_test(nodeid: str) -> bool:
+    """Return whether the function of a node id exists, whatever its parameters."""
+    file, _, function = nodeid.partition("[")[0].partition("::")
+    path = HERE.parent / file
+    return path.is_file() and f"def {function.rpartition('::')[2]}(" in path.read_text(encoding="utf-8")
+
+
 @functools.cache
 def all_clauses() -> Mapping[str, Clause]:
     return {entry.id: entry for area, file in _files().items() for entry in _read(area, file)}

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Iterator
 
 from conformance.judge import surface
-from conformance.judge.clauses import HERE, all_clauses
+from conformance.judge.clauses import all_clauses, is_test
 from conformance.judge.errors import describe
 from conformance.judge.files.claims_file import Expectation, claims_file, similar
 from conformance.judge.files.rows import limited_clauses
@@ -155,9 +155,7 @@ def _wrong_expectation(expectation: Expectation) -> str:
             return ""
         known = similar(expectation.clause, all_clauses())
         return f"[[expectations]] names the clause {expectation.clause!r}, which does not exist{known}"
-    file, _, function = expectation.test.partition("[")[0].partition("::")
-    known = HERE.parent / file
-    if known.is_file() and f"def {function.rpartition('::')[2]}(" in known.read_text():
+    if is_test(expectation.test):
         return ""
     return (
         f"[[expectations]] names the test {expectation.test!r}, which does not exist; expected a test as reports name "

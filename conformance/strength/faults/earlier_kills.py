@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conformance.judge.clauses import HERE
+from conformance.judge.clauses import is_test
 from conformance.strength.faults.trials import fault_ids
 from conformance.strength.results import CLAUSES, FAULTS, KILLED, Table, read_table
 
@@ -49,13 +49,7 @@ def remember(table: Table) -> None:
 def without_removed(killers: dict[str, str]) -> dict[str, str]:
     """Return `killers` without faults and tests that do not exist any more."""
     faults = set(fault_ids())
-    return {name: test for name, test in killers.items() if name in faults and _is_test(test)}
-
-
-def _is_test(nodeid: str) -> bool:
-    file, _, function = nodeid.partition("[")[0].partition("::")
-    path = HERE.parent / file
-    return path.is_file() and f"def {function}(" in path.read_text(encoding="utf-8")
+    return {name: test for name, test in killers.items() if name in faults and is_test(test)}
 
 
 def read_killers() -> dict[str, str]:
