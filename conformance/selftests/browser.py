@@ -13,8 +13,6 @@ import os
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,11 +35,6 @@ _FLAGS = [
     "--disable-sync",
     "--disable-quic",
 ]
-# The descriptors are moved in the last process before Chromium, because a shell may use low descriptors itself.
-_LAUNCH = (
-    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4);"
-    " os.execvp(sys.argv[3], sys.argv[3:])"
-)
 
 # Each visible text with its contrast and the least contrast of WCAG 2.2, 1.4.3. Its background is that of the elements
 # around it. The colour of a text in a drawing is its fill.
@@ -110,20 +103,17 @@ class Browser:
         self.requests: list[str] = []  # addresses that the page asked for
         there, self._send_fd = os.pipe()
         self._read_fd, back = os.pipe()
-        low = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (there, back)]
-        for fd in (there, back):
-            os.close(fd)
-        own = f"--user-data-dir={profile}"
+        # Copies above the descriptors that they are moved to.
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (there, back)]
+        actions = [
+            *((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)),
+            *((os.POSIX_SPAWN_DUP2, end, fd) for fd, end in enumerate(ends, 3)),
+        ]
+        words = [program, *_FLAGS, f"--user-data-dir={profile}"]
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-S", "-c", _LAUNCH, *map(str, low), program, *_FLAGS, own],
-                pass_fds=low,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = os.posix_spawn(program, words, os.environ, file_actions=actions, setsid=True)
         finally:
-            for fd in low:
+            for fd in (there, back, *ends):
                 os.close(fd)
         self._session = ""
         try:
@@ -140,8 +130,8 @@ class Browser:
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
         os.close(self._send_fd)
         os.close(self._read_fd)
 
@@ -206,7 +196,7 @@ class Browser:
                 raise TimeoutError("the browser did not answer in time")
             more = os.read(self._read_fd, 1 << 16)
             if not more:
-                raise RuntimeError(f"the browser ended with code {self._process.wait()}")
+                raise RuntimeError("the browser has ended")
             self._unread += more
         message, _, self._unread = self._unread.partition(b"\0")
         return json.loads(message)
