@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from conformance.judge.clauses import HERE, all_clauses
 from conformance.judge.sandbox.trial import SubjectInfo
 from conformance.report.verdict import parts
 from conformance.selftests.misbehaving import write_files
-from conformance.selftests.processes import run_pytest
+from conformance.selftests.test_misbehaving_subjects import judged
 
 CLIP = "nn.utils.clip_grad_norm_"
 OVERLAP = "nn.utils.clip_grad.clip_grad_norm_.extreme_gradients_survive"
@@ -37,11 +36,8 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
 def judge(folder: Path, words: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
     """Judge a package that has only `clip_grad_norm_`, in one process, and return the exit code and the report."""
     write_files(folder / "onlyclip", {"__init__.py": "", "nn/__init__.py": "", "nn/utils.py": ONLY_CLIP})
-    words = ["--profile=quick", "--subject=onlyclip", f"--report={folder}", *words]
-    ended = run_pytest(*words, packages=[folder])
-    file = folder / "report.json"
-    assert file.is_file(), ended.stdout + ended.stderr
-    return ended.returncode, json.loads(file.read_text())
+    report = judged("onlyclip", folder, *words)
+    return report.pop("exit code"), report
 
 
 def test_package_with_one_function_is_judged_by_its_tests_only(tmp_path: Path) -> None:
