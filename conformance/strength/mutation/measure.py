@@ -8,7 +8,7 @@
 A mutant is one change of the syntax tree of one file, made by an operator (`operators.py`). A sample is drawn at random
 from all mutants of a group of files (`groups.py`), from each operator in turn. The spec of a mutant is
 `impl+mutant:amp.grad_scaler:return_early:0`. It is judged by the tests of the profile quick that reach the changed
-line, the fastest of each clause first, until a test is red that is green without the change. The command prints the
+line, the fastest first, until a test is red that is green without the change. The command prints the
 share of killed mutants with its 95% interval, and each survivor with its changed lines.
 
 Three kinds of mutants do not count in the share. An *unreached* mutant changes a line that no test reaches on this

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +43,9 @@ class Reach:
     imported: list[int]  # lines that run at import
 
     def tests_of(self, number: int, group: MutationGroup) -> list[str]:
-        """Return a group's tests that may reach a line: the fastest of each clause, then the second of each, and so on.
+        """Return a group's tests that may reach a line, the fastest first, and then those that were not measured.
 
-        Every test may depend on a line that runs at import. Tests of names and signatures have no clause. They come
-        with the first tests, because each is about another name.
+        Every test may depend on a line that runs at import.
         """
         clauses = _clauses_with_none(group)
         candidates = [test for test, clause in self.clauses.items() if clause in clauses]
@@ -57,14 +55,8 @@ class Reach:
             for test in candidates
             if test in self.seconds and (is_imported or number in self.reached.get(test, ()))
         ]
-        place: dict[str, int] = {}
-        before: Counter[str] = Counter()
-        for test in sorted(reaching, key=self.seconds.__getitem__):
-            subject = self.clauses[test] or test
-            place[test] = before[subject]
-            before[subject] += 1
-        ordered = sorted(reaching, key=lambda test: (place[test], self.seconds[test]))
-        return ordered + [test for test in self.unmeasured if test in candidates]
+        reaching.sort(key=self.seconds.__getitem__)
+        return reaching + [test for test in self.unmeasured if test in candidates]
 
 
 def _clauses_with_none(group: MutationGroup) -> frozenset[str]:
