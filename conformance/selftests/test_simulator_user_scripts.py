@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
-from conformance.judge.judgement import unavailable
 from conformance.selftests.processes import ROOT
 from conformance.selftests.simulator_runs import simulate
 
@@ -41,20 +39,6 @@ TRAININGS = {
         ),
     },
 }
-# By script: the distribution whose source it runs, and for each mistake the first hazard.
-PACKAGES = {
-    "deepspeed": (
-        "deepspeed",
-        {"early": ("copy_ reads", "aten::mm writes"), "unfinished": ("copy_ reads", "copy_ writes")},
-    ),
-    "megatron": (
-        "megatron-core",
-        {
-            "gather": ("all_gather writes", "aten::addmm reads"),
-            "reduce": ("reduce_scatter reads", "copy_ writes"),
-        },
-    ),
-}
 RUNS = [(name, ranks, mistake) for (name, ranks), mistakes in TRAININGS.items() for mistake in mistakes]
 
 
@@ -80,33 +64,3 @@ def test_mistake_is_found_with_its_lines(tmp_path: Path, name: str, ranks: int, 
     now, before = (pattern_of(*access) for access in TRAININGS[name, ranks][mistake])
     assert re.search(rf"hazard \d+: {now}\n +what {before}\n", report), report
     assert re.search(r"[1-4] of 4 schedules change the result", report), report
-
-
-def run_package(name: str, *mistake: str, cwd: Path) -> tuple[int, str]:
-    try:
-        version(PACKAGES[name][0])
-    except PackageNotFoundError:
-        unavailable(f"{PACKAGES[name][0]} is not installed: see conformance/subjects/requirements.txt")
-    script = SCRIPTS.with_name(f"simulator_{name}.py")
-    return simulate(script, "--ranks", 2, "--seeds", 4, *(["--", *mistake] if mistake else []), cwd=cwd)
-
-
-@pytest.mark.profile("full")
-@pytest.mark.parametrize("name", PACKAGES)
-def test_package_has_one_result(tmp_path: Path, name: str) -> None:
-    status, report = run_package(name, cwd=tmp_path)
-    assert "in its own order, exit status 0, 16 tensors saved" in report, report
-    assert "0 of 3 schedules change the result; 0 hazards" in report, report
-    assert status == 0
-
-
-@pytest.mark.profile("full")
-@pytest.mark.parametrize(
-    ("name", "mistake"), [(name, mistake) for name, (_, mistakes) in PACKAGES.items() for mistake in mistakes]
-)
-def test_mistake_in_package_is_found(tmp_path: Path, name: str, mistake: str) -> None:
-    status, report = run_package(name, mistake, cwd=tmp_path)
-    assert status == 1
-    now, before = PACKAGES[name][1][mistake]
-    assert re.search(rf"^hazard 1: {now} on .*\n  what {before} on ", report, re.MULTILINE), report
-    assert re.search(r"[1-3] of 3 schedules change the result", report), report
