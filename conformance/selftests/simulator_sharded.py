@@ -377,7 +377,6 @@ OF_ONE_LIBRARY = {
 class ScheduledTraining:
     bits: str
     order: str
-    hazards: tuple[str, ...]
     unreplayable: tuple[str, ...]
 
 
@@ -391,17 +390,11 @@ def course(
     gc.collect()
     gc.freeze()
     gc.disable()
-    simulator.log_hazards()
     simulator.set_schedule(seed, rank.rank)
     with _dropped(*dropped) if dropped else contextlib.nullcontext():
         bits = _train(loaded, WAYS[way], rank)
         simulator.synchronize()
-    return ScheduledTraining(
-        bits,
-        simulator.course(),
-        tuple(str(hazard) for hazard in simulator.take_hazards()),
-        tuple(simulator.take_unreplayable()),
-    )
+    return ScheduledTraining(bits, simulator.course(), tuple(simulator.take_unreplayable()))
 
 
 def pinned_where_cast(rank: Rank) -> list[bool]:
