@@ -22,7 +22,6 @@ from conformance.strength.mutation.groups import (
     equivalence_note,
     file_of,
     find_mutant,
-    is_idle,
     key_of,
     modules_of,
     parsed,
@@ -32,7 +31,7 @@ from conformance.strength.mutation.operators import OPERATORS, mutate, sites
 from conformance.strength.mutation.reach import Reach
 from conformance.strength.mutation.score import Score
 from conformance.strength.order import Task
-from conformance.strength.results import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED, read_table
+from conformance.strength.results import EQUIVALENT, KILLED, SURVIVED, UNREACHED, read_table
 from conformance.strength.worker import Worker
 
 # Mutants of one function by operator, in order. A body is a body of `def f(a, rank, group):`.
@@ -49,7 +48,8 @@ MISTAKES = {
         "self._perf_hint_log.info(a)": [],
         "'said'": [],
     },
-    "drop_wait": {"a.wait()": ["pass"], "a.wait_stream(b)": ["pass"], "a.weight()": [], "b = a.wait()": []},
+    "drop_wait": {"a.wait()": ["pass"], "a.wait_stream(b)": [], "a.weight()": [], "b = a.wait()": []},
+    "drop_device_wait": {"a.wait()": [], "a.wait_stream(b)": ["pass"]},
     "drop_argument": {
         "a(1, 2, x=3, **b)": ["a(1, x=3, **b)", "a(1, 2, **b)"],
         "a(b(1))": ["a()", "a(b())"],
@@ -255,12 +255,12 @@ def test_sample_is_drawn_judged_and_reported(
 
 
 def test_score_counts_reached_mutants_without_equivalents() -> None:
-    score = Score.of([KILLED] * 3 + [SURVIVED, UNREACHED, UNREACHED, IDLE, EQUIVALENT])
-    assert (score.killed, score.counted, score.unreached, score.idle, score.equivalent) == (3, 4, 2, 1, 1)
-    assert str(score) == "75.0% [30.1%, 95.4%], 3 of 4 (2 unreached, 1 idle, 1 equivalent)"
+    score = Score.of([KILLED] * 3 + [SURVIVED, UNREACHED, UNREACHED, EQUIVALENT])
+    assert (score.killed, score.counted, score.unreached, score.equivalent) == (3, 4, 2, 1)
+    assert str(score) == "75.0% [30.1%, 95.4%], 3 of 4 (2 unreached, 1 equivalent)"
     assert not Score.of([KILLED] * 8 + [SURVIVED, EQUIVALENT, UNREACHED]).depends_on_notes
     assert Score.of([KILLED] * 8 + [EQUIVALENT, UNREACHED, UNREACHED]).depends_on_notes
-    assert str(Score.of([UNREACHED])) == "nothing to count (1 unreached, 0 idle, 0 equivalent)"
+    assert str(Score.of([UNREACHED])) == "nothing to count (1 unreached, 0 equivalent)"
 
 
 def test_equivalence_note_is_found_by_changed_lines_until_stale(
@@ -276,28 +276,15 @@ def test_equivalence_note_is_found_by_changed_lines_until_stale(
     assert stale_notes("impl") == []
 
 
-def test_wait_is_idle_if_device_function_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "distributed.fsdp._runtime_utils"
-    waits = {"_unshard": [True, True], "_post_backward_final_callback": [True, True, False]}
-    mutants = {
-        name: [
-            find_mutant(ROOT, f"{module}:drop_wait:{site.number}")
-            for site in sites(parsed(ROOT, module))
-            if (site.operator, site.function) == ("drop_wait", name)
-        ]
-        for name in waits
-    }
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert {
-        name: [is_idle(ROOT, site) for site in sites_of_name] for name, sites_of_name in mutants.items()
-    } == waits
-    site = mutants["_unshard"][0]
-    assert not is_idle("impl", site)
-    monkeypatch.setattr("conformance.strength.mutation.groups.is_empty", lambda _: False)
-    assert not is_idle(ROOT, site)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert not is_idle(ROOT, site)
+@pytest.mark.parametrize(("package", "is_available"), [(ROOT, False), (ROOT, True), ("impl", False)])
+def test_waits_of_device_are_dropped_unless_empty(
+    monkeypatch: pytest.MonkeyPatch, package: str, is_available: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: is_available)
+    operators = {mutant.site.operator for group in GROUPS for mutant in draw(group, package, 10_000, 1)}
+    assert operators == OPERATORS.keys() - (
+        {"drop_device_wait"} if package == ROOT and not is_available else ()
+    )
 
 
 @pytest.mark.deadline(120)

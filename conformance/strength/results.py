@@ -11,7 +11,7 @@ from typing import Any
 FAULTS, CLAUSES, MUTANTS, RUNS = "faults", "clauses", "mutants", "runs"
 # A clause has KILLED if it kills a fault, SURVIVED if it kills none, UNTESTED if none of its tests could run.
 KILLED, SURVIVED, UNTESTED = "killed", "survived", "untested"
-UNREACHED, IDLE, EQUIVALENT = "unreached", "idle", "equivalent"  # mutants that do not count
+UNREACHED, EQUIVALENT = "unreached", "equivalent"  # mutants that do not count
 GREEN, RED_RUN = "green", "red"
 
 

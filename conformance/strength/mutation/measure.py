@@ -11,11 +11,9 @@ from all mutants of a group of files (`groups.py`), from each operator in turn. 
 line, the fastest first, until a test is red that is green without the change. The command prints the
 share of killed mutants with its 95% interval, and each survivor with its changed lines.
 
-Three kinds of mutants do not count in the share. An *unreached* mutant changes a line that no test reaches on this
-device. An *idle* mutant drops a wait that is an empty function on this device, such as those of streams and events of
-`torch.cpu`, so that only another device can kill it. An *equivalent* mutant behaves the same according to a note in
-`equivalent.toml`. If more than 10% have such notes, or the lines of a note do not exist, the command reports it and
-ends with exit code 1.
+Two kinds of mutants do not count in the share. An *unreached* mutant changes a line that no test reaches on this
+device. An *equivalent* mutant behaves the same according to a note in `equivalent.toml`. If more than 10% have such
+notes, or the lines of a note do not exist, the command reports it and ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ from conformance.strength.mutation.groups import (
     draw,
     equivalence_note,
     find_mutant,
-    is_idle,
     key_of,
     stale_notes,
 )
@@ -49,7 +46,6 @@ from conformance.strength.mutation.score import MOST_EQUIVALENT, Score
 from conformance.strength.order import Task
 from conformance.strength.results import (
     EQUIVALENT,
-    IDLE,
     KILLED,
     MUTANTS,
     SURVIVED,
@@ -109,8 +105,6 @@ def _judge_mutants(
             yield row_of(mutant, EQUIVALENT, why=note)
         elif not tests:
             yield row_of(mutant, UNREACHED)
-        elif is_idle(options.subject, mutant):
-            yield row_of(mutant, IDLE, why="the dropped wait is an empty function of torch.cpu")
         else:
             trials.append(_judge_mutant(options.subject, mutant, tests, green, killers))
     yield from pool.run(trials)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 Operator = Callable[[ast.AST], Iterator[ast.AST]]
 OPERATORS: dict[str, Operator] = {}
-_WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "record_stream", "barrier", "wait_tensor"}
+_WAITS = {"wait", "barrier", "wait_tensor"}
+_DEVICE_WAITS = {"wait_stream", "wait_event", "synchronize", "record_stream"}
 _OPPOSITES = {"max": "min", "any": "all", "MAX": "MIN", "maximum": "minimum", "amax": "amin", "SUM": "AVG"}
 _OPPOSITES |= {opposite: name for name, opposite in _OPPOSITES.items()}
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -45,15 +46,22 @@ def drop_statement(node: ast.AST) -> Iterator[ast.AST]:
     if (
         outlives
         or isinstance(node, (ast.AugAssign, ast.Delete, ast.Raise))
-        or (called and not _is_wait(node))
+        or (called and not _is_call_of(node, _WAITS | _DEVICE_WAITS))
     ):
         yield ast.Pass()
 
 
 @_operator
 def drop_wait(node: ast.AST) -> Iterator[ast.AST]:
-    """Drop a wait for a stream, an event, a collective or the other ranks."""
-    if _is_wait(node):
+    """Drop a wait for a collective or the other ranks."""
+    if _is_call_of(node, _WAITS):
+        yield ast.Pass()
+
+
+@_operator
+def drop_device_wait(node: ast.AST) -> Iterator[ast.AST]:
+    """Drop a wait for a stream, an event or all work of a device."""
+    if _is_call_of(node, _DEVICE_WAITS):
         yield ast.Pass()
 
 
@@ -155,11 +163,11 @@ def wrong_rank(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Compare(node.left, node.ops, [ast.Constant(1), *node.comparators[1:]])
 
 
-def _is_wait(node: ast.AST) -> bool:
+def _is_call_of(node: ast.AST, names: Collection[str]) -> bool:
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)
-        and _last_name(node.value.func) in _WAITS
+        and _last_name(node.value.func) in names
     )
 
 

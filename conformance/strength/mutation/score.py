@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conformance.strength.results import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED
+from conformance.strength.results import EQUIVALENT, KILLED, SURVIVED, UNREACHED
 
 # Limit for the share of reached mutants with equivalence notes, above which the score depends too much on notes.
 MOST_EQUIVALENT = 0.1
@@ -19,21 +19,20 @@ class Score:
     killed: int
     counted: int  # killed mutants and survivors
     unreached: int
-    idle: int
     equivalent: int
 
     @classmethod
     def of(cls, results: Sequence[str]) -> Score:
         count = Counter(results)
         counted = count[KILLED] + count[SURVIVED]
-        return cls(count[KILLED], counted, count[UNREACHED], count[IDLE], count[EQUIVALENT])
+        return cls(count[KILLED], counted, count[UNREACHED], count[EQUIVALENT])
 
     @property
     def depends_on_notes(self) -> bool:
         return self.equivalent > MOST_EQUIVALENT * (self.counted + self.equivalent)
 
     def __str__(self) -> str:
-        left_out = f"{self.unreached} unreached, {self.idle} idle, {self.equivalent} equivalent"
+        left_out = f"{self.unreached} unreached, {self.equivalent} equivalent"
         if not self.counted:
             return f"nothing to count ({left_out})"
         low, high = _wilson(self.killed, self.counted)
