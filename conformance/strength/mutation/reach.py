@@ -25,13 +25,12 @@ from conformance.strength.mutation.groups import GROUPS, LINES, MutationGroup, c
 from conformance.strength.pytest_run import run_pytest
 
 _FOLDER, _GROUPS = "CONFORMANCE_LINES_FOLDER", "CONFORMANCE_LINES_GROUPS"
-_IMPORTED = "imported.json"
 _GREEN = ("passed", "known", "reference cannot run here")
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The lines that tests reach.
+    """The lines that tests reach, without those that only run at import.
 
     A test that fails with instrumented source cannot be measured, and counts as reaching every line.
     """
@@ -40,20 +39,13 @@ class Reach:
     seconds: dict[str, float]  # duration of each green test
     reached: dict[str, list[int]]  # lines of each test, as `lines.numbered` counts
     unmeasured: list[str]
-    imported: list[int]  # lines that run at import
 
     def tests_of(self, number: int, group: MutationGroup) -> list[str]:
-        """Return a group's tests that may reach a line, the fastest first, and then those that were not measured.
-
-        Every test may depend on a line that runs at import.
-        """
+        """Return a group's tests that may reach a line, the fastest first, and then those that were not measured."""
         clauses = _clauses_with_none(group)
         candidates = [test for test, clause in self.clauses.items() if clause in clauses]
-        is_imported = number in self.imported
         reaching = [
-            test
-            for test in candidates
-            if test in self.seconds and (is_imported or number in self.reached.get(test, ()))
+            test for test in candidates if test in self.seconds and number in self.reached.get(test, ())
         ]
         reaching.sort(key=self.seconds.__getitem__)
         return reaching + [test for test in self.unmeasured if test in candidates]
@@ -74,13 +66,11 @@ def measure_reach(package: str, groups: Sequence[MutationGroup], jobs: int) -> R
         red = [test["nodeid"] for test in instrumented if test["outcome"] in RED]
         plain = _judge(package, folder, jobs, red, environment) if red else []
         logs = [log.read_text().splitlines() for log in folder.glob("lines-*.jsonl")]
-        imported = json.loads((folder / _IMPORTED).read_text())
     return Reach(
         {test["nodeid"]: test["clause"] for test in instrumented},
         {test["nodeid"]: test["seconds"] for test in instrumented if test["outcome"] in _GREEN},
         dict(json.loads(line) for log in logs for line in log),
         [test["nodeid"] for test in plain if test["outcome"] in _GREEN],
-        imported,
     )
 
 
@@ -101,7 +91,6 @@ def pytest_configure(config: pytest.Config) -> None:
         load_library(config.option.subject)
         for module in lines.numbered(package):
             importlib.import_module(f"{package}.{module}")
-        file.with_name(_IMPORTED).write_text(json.dumps(lines.take_executed()))
         config.pluginmanager.register(_LineRecorder(file.with_suffix(".jsonl")))
 
 
