@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -24,9 +22,7 @@ from conformance.distributed.fsdp.scenes.scene import Scene, named, survivors, t
 from conformance.distributed.fsdp.scenes.state_dicts import (
     DAMAGES,
     Form,
-    PeakBytes,
     described_entry,
-    has_values_of_other_model,
     loaded_in_its_own_way,
     loads_its_own,
     set_form,
@@ -206,67 +202,6 @@ def test_late_parameter_is_saved_and_loaded(cpu_twins: Twins, setup: Setup, kind
     for outcome in cpu_twins.agree(state_dicts.with_a_late_parameter, setup, EXACT, **arguments):
         assert "body.parts.0.inner.late" in outcome.value["names"]
         assert "All keys matched" in outcome.value["keys"]
-
-
-class OnDemand:
-    """Object with a tensor's shape and dtype. A function of torch that is called with it gets the actual tensor."""
-
-    is_meta = True
-
-    def __init__(self, read: Callable[[], torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> None:
-        self.read, self.shape, self.dtype = read, shape, dtype
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(
-            *(argument.read() if isinstance(argument, OnDemand) else argument for argument in args),
-            **(kwargs or {}),
-        )
-
-
-def on_demand(state_dict: dict[str, Any]) -> dict[str, Any]:
-    return {key: OnDemand(value.clone, value.shape, value.dtype) for key, value in state_dict.items()}
-
-
-def loads_on_demand(scene: Scene, *, fault: str) -> dict[str, Any]:
-    """Load a full dict of objects that are not tensors. Return the result and whether the model has the values."""
-    state_dict = state_dict_of_other_model(scene, Form("FULL"))
-    if fault:
-        DAMAGES[fault](state_dict)
-    reported = tried(lambda: repr(scene.model.load_state_dict(on_demand(state_dict))))
-    return {
-        "reported": reported,
-        "loaded": has_values_of_other_model(scene),
-        "loss": None if fault else scene.backward(),
-    }
-
-
-@clause("distributed.fsdp.fsdp_state_dict.on_demand")
-@pytest.mark.parametrize("fault", ["", "misshaped"])
-@flat_or_originals
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_state_dict_loads_values_on_demand(twins: Twins, strategy: str, setup: Setup, fault: str) -> None:
-    for outcome in twins.agree(loads_on_demand, replace(setup, strategy=strategy), fault=fault):
-        assert outcome.value["loaded"] is (not fault)
-
-
-def held_while_loading(scene: Scene) -> float:
-    """Return the peak memory, as a multiple of the model, while many units load a dict that is read on demand."""
-    torch.manual_seed(1)
-    body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
-    model_bytes = sum(parameter.nbytes for parameter in body.parameters())
-    state_dict = on_demand({key: value.clone() for key, value in body.state_dict().items()})
-    model = scene.wrap(body, units=[nn.Linear])
-    with PeakBytes(model.parameters()) as held:
-        model.load_state_dict(state_dict)
-    return held.most_bytes / model_bytes
-
-
-@clause("distributed.fsdp.fsdp_state_dict.on_demand")
-@pytest.mark.world_sizes(fewest=2)
-def test_values_on_demand_are_freed_while_loading(cpu_twins: Twins) -> None:
-    for times_the_model in cpu_twins.values(held_while_loading):
-        assert 0 < times_the_model < 0.9
 
 
 def settings(scene: Scene) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from torch import nn
 
 from conformance.distributed.fsdp.scenes import state_dicts

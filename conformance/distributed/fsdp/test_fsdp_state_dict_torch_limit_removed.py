@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.scenes import state_dicts
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
-from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod
-from conformance.distributed.fsdp.scenes.scene import TREE, Program, Scene, tried
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.state_dicts import (
     Form,
-    Received,
     has_values_of_other_model,
-    rank_of,
     set_form,
     state_dict_of_other_model,
     tried_to_load,
@@ -38,7 +31,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     TwinsOf,
     each,
     flat_or_originals,
-    leaf_by_leaf,
     raises,
     values_of,
 )
@@ -90,106 +82,6 @@ def _wrapped_on_meta(scene: Scene) -> nn.Module:
 def test_model_built_on_meta_loads(cpu_twins: Twins, kind: str, setup: Setup) -> None:
     for value in cpu_twins.values(built_on_meta, setup, form=Form(kind), assign=False):
         assert value == {"ignored": False, "managed": True, "warned": True}
-
-
-def shard_placements(scene: Scene, *, form: Form) -> list[tuple[bool, bool]]:
-    set_form(scene.library, scene.model, form)
-    return _placements(scene, scene.model.state_dict(), offloads=form.config.get("offload_to_cpu", False))
-
-
-def _placements(scene: Scene, saved: Mapping[str, Any], *, offloads: bool) -> list[tuple[bool, bool]]:
-    """Return, for each shard of this rank, whether the shard and its metadata are on the requested device."""
-    device = torch.device("cpu") if offloads else scene.rank.device
-    placements: list[tuple[bool, bool]] = []
-    for value in tree_leaves(saved):
-        if isinstance(value, ShardedTensor):
-            own_metadata = [
-                shard for shard in value.metadata().shards_metadata if rank_of(shard) == scene.rank.rank
-            ]
-            for shard, shard_metadata in zip(value.local_shards(), own_metadata, strict=True):
-                placements.append(
-                    (shard.tensor.device == device, shard_metadata.placement.device() == device)
-                )
-    return placements
-
-
-@clause("distributed.fsdp.fsdp_state_dict.placed")
-@pytest.mark.deviation("fsdp.offloaded_state_dicts")
-@pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
-@pytest.mark.world_sizes(fewest=2)
-def test_shards_are_on_requested_device(twins: Twins, kind: str, offloads: bool) -> None:
-    judge_placement(twins, shard_placements, offloads, form=Form(kind, {"offload_to_cpu": offloads}))
-
-
-def state_placements(scene: Scene, *, way: StateDictMethod) -> list[tuple[bool, bool]]:
-    return _placements(scene, way.save(scene, Optimized().stepped(scene.model)), offloads=way.offloads)
-
-
-@clause("distributed.fsdp.fsdp_state_dict.placed")
-@pytest.mark.deviation("fsdp.offloaded_state_dicts")
-@pytest.mark.parametrize(
-    "way",
-    [
-        StateDictMethod("sharded"),
-        StateDictMethod("SHARDED"),
-        StateDictMethod("SHARDED", offloads=False),
-        StateDictMethod("LOCAL", offloads=False),
-    ],
-    ids=str,
-)
-@pytest.mark.world_sizes(fewest=2)
-def test_shards_of_states_are_on_requested_device(twins: Twins, way: StateDictMethod) -> None:
-    judge_placement(twins, state_placements, way.offloads, way=way)
-
-
-def devices_of_states(scene: Scene, *, way: StateDictMethod) -> set[str]:
-    """Return the device types of the saved states, or of their local shards."""
-    saved = tree_leaves(way.save(scene, Optimized("momentum").stepped(scene.model))["state"])
-    parts = (
-        [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
-        for value in saved
-    )
-    return {part.device.type for part in itertools.chain(*parts)}
-
-
-@clause("distributed.fsdp.fsdp_state_dict.placed")
-@pytest.mark.deviation("fsdp.offloaded_state_dicts")
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_unsharded_states_are_offloaded(twins: Twins, strategy: str, device: str) -> None:
-    twins.deviate(
-        devices_of_states,
-        leaf_by_leaf(strategy, use_orig_params=True),
-        way=StateDictMethod("SHARDED"),
-        torch_does=each(lambda devices: devices == {device}),
-        we_do=each(lambda devices: devices == {"cpu"}),
-        may_agree=True,  # torch agrees on the CPU and for sharded states
-    )
-
-
-def judge_placement(twins: Twins, program: Program, offloads: bool, **arguments: Any) -> None:
-    twins.deviate(
-        program,
-        FLAT,
-        torch_does=each(lambda placements: {*placements} == {(not offloads, offloads)}),
-        we_do=each(lambda placements: {*placements} == {(True, True)}),
-        # torch agrees for LOCAL_STATE_DICT, and for groups that serve no other device.
-        may_agree=True,
-        **arguments,
-    )
-
-
-@clause("distributed.fsdp.fsdp_state_dict.placed")
-@pytest.mark.deviation("fsdp.offloaded_state_dicts")
-@pytest.mark.world_sizes(fewest=2)
-def test_shards_of_flat_parameters_are_offloaded(twins: Twins) -> None:
-    twins.deviate(
-        shard_placements,
-        FLAT,
-        form=Form("LOCAL", {"offload_to_cpu": True}),
-        torch_does=raises(ValueError, "requires_grad property is incompatible"),
-        we_do=each(lambda placements: {*placements} == {(True, True)}),
-        may_agree=True,  # torch agrees on the CPU
-    )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.came_late")
@@ -433,31 +325,4 @@ def test_sharded_state_dict_hooks_see_no_full_values(cpu_twins: Twins) -> None:
         FLAT,
         torch_does=each(lambda sees_values: sees_values == [True]),
         we_do=each(lambda sees_values: sees_values == [False]),
-    )
-
-
-def traffic(scene: Scene) -> dict[str, int]:
-    """Return the bytes that saving and loading SHARDED_STATE_DICT leave on this rank."""
-    set_form(scene.library, scene.model, Form("SHARDED"))
-    with Received() as saving:
-        state_dict = scene.model.state_dict()
-    with Received() as loading:
-        scene.model.load_state_dict(state_dict)
-    return {"saving": saving.bytes, "loading": loading.bytes}
-
-
-@clause("distributed.fsdp.fsdp_state_dict.bytes_moved")
-@pytest.mark.deviation("fsdp.sharded_state_dict_gathers")
-@pytest.mark.world_sizes(fewest=2, also=[3, 4])
-@pytest.mark.parametrize("setup", [FLAT, Setup()], ids=["leaves", "root"])
-def test_sharded_state_dict_moves_at_most_the_share_of_a_rank(cpu_twins: Twins, setup: Setup) -> None:
-    """A rank moves at most its share of the model and one row of each parameter."""
-    plain = list(TREE.build().parameters())
-    elements = sum(p.numel() for p in plain) / cpu_twins.world_size + sum(p[0].numel() for p in plain)
-    share = int(elements * torch.float32.itemsize)
-    cpu_twins.deviate(
-        traffic,
-        setup,
-        torch_does=each(lambda value: min(value["saving"], value["loading"]) > share),
-        we_do=each(lambda value: all(0 < moved <= share for moved in (value["saving"], value["loading"]))),
     )

@@ -161,24 +161,6 @@ def there_and_back(scene: Scene, optimized: Optimized, way: StateDictMethod) -> 
     return {**result, "before": before, "after": described(fresh.state_dict())}
 
 
-def transposed_round_trip(scene: Scene, way: StateDictMethod, is_ignored: bool = False) -> list[bool]:
-    """Return whether each state of a model with a transposed parameter is the same after it was saved and loaded."""
-    weight = nn.Parameter(torch.arange(6.0, device=scene.rank.device).reshape(2, 3).t())
-    module = nn.Module()
-    module.register_parameter("weight", weight)
-    if is_ignored:
-        module.linear = nn.Linear(2, 2)
-        scene.model = scene.wrap(module, use_orig_params=True, ignored_states=[weight])
-    else:
-        scene.model = scene.wrapped(module)
-    optimizer = Optimized("momentum").stepped(scene.model)
-    loaded = way.load(scene, optimizer, way.save(scene, optimizer))
-    states = optimizer.state_dict()["state"]
-    return [
-        torch.equal(states[key]["momentum_buffer"], loaded["state"][key]["momentum_buffer"]) for key in states
-    ]
-
-
 def copied(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
 

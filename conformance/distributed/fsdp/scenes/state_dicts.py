@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, buffers_of, gathered_parameters, wrapped
 from conformance.distributed.fsdp.scenes.scene import Scene, named, tried
@@ -303,46 +300,3 @@ def loaded_in_its_own_way(scene: Scene, *, fits: bool) -> dict[str, Any]:
     state_dict = with_other_values(state_dict_of_other_model(scene, Form()))
     scene.model.head.__class__ = type("OwnWay", (OwnWay,), {"fits": fits})
     return tried_to_load(scene, state_dict) | {"whole": scene.whole_parameters()}
-
-
-class PeakBytes(TorchDispatchMode):
-    """Mode that records the peak bytes of tensors that operators return, without the storages of `old`."""
-
-    def __init__(self, old: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self._old = {tensor.untyped_storage()._cdata for tensor in old}
-        self._returned: list[weakref.ref[torch.Tensor]] = []
-        self.most_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self._returned.append(weakref.ref(result))
-        living = [(ref, tensor) for ref in self._returned if (tensor := ref()) is not None]
-        self._returned = [ref for ref, _ in living]
-        storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for _, tensor in living
-        }
-        held = sum(size for key, size in storages.items() if key not in self._old)
-        self.most_bytes = max(self.most_bytes, held)
-        return result
-
-
-class Received(TorchDispatchMode):
-    """Mode that counts the bytes of tensors that collectives leave on this rank.
-
-    Objects by which ranks agree are not counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            received = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor)]
-            is_exchange = func.__name__.startswith("alltoall")
-            self.bytes += sum(
-                tensor.nbytes for tensor in received if is_exchange or tensor.is_floating_point()
-            )
-        return func(*args, **(kwargs or {}))
