@@ -1,23 +1,23 @@
-"""State dicts that fail to load, where torch changes some ranks or none."""
+"""State dicts that do not fit the model: the error on each rank, and which values change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from conformance.distributed.fsdp.scenes import state_dicts
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.state_dicts import (
-    WEIGHT,
     Form,
-    loaded_in_its_own_way,
+    set_form,
     state_dict_of_other_model,
-    tried_to_load,
+    unsharded_state,
     with_other_values,
 )
 from conformance.distributed.fsdp.scenes.twins import (
@@ -31,9 +31,78 @@ from conformance.distributed.fsdp.scenes.twins import (
     values_of,
 )
 from conformance.judge.clauses import clause
+from conformance.judge.tolerances import EXACT
 from conformance.ranks import RankFault
 
+WEIGHT, BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.running_mean"
+
+
+def _split_into_rows(state_dict: dict[str, Any]) -> None:
+    """Split the local shards of a ShardedTensor into one shard for each row."""
+    sharded = state_dict[WEIGHT]
+    if isinstance(sharded, ShardedTensor):
+        parts = [
+            Shard.from_tensor_and_offsets(row, [shard.metadata.shard_offsets[0] + number, 0], dist.get_rank())
+            for shard in sharded.local_shards()
+            for number, row in enumerate(shard.tensor.split(1))
+        ]
+        state_dict[WEIGHT] = ShardedTensor._init_from_local_shards(parts, sharded.size())
+
+
+def _drop_values(state_dict: dict[str, Any]) -> None:
+    """Put a tensor on the meta device. `ShardedTensor.to("meta")` asks for an accelerator from torch 2.14 on."""
+    value = state_dict[WEIGHT]
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            shard.tensor = shard.tensor.to("meta")
+    else:
+        state_dict[WEIGHT] = value.to("meta")
+
+
+def _lengthen_shards(state_dict: dict[str, Any]) -> None:
+    """Append an element to each local shard, like a shard that was saved with its padding."""
+    for value in state_dict.values():
+        for shard in value.local_shards() if isinstance(value, ShardedTensor) else ():
+            shard.tensor = nn.functional.pad(shard.tensor, [0, 1])
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "missing": lambda state_dict: (state_dict.pop(WEIGHT), state_dict.pop("head.bias")),
+    "missing buffer": lambda state_dict: state_dict.pop(BUFFER),
+    "unexpected": lambda state_dict: state_dict.update(
+        {"head.more": torch.ones(1), "body.parts.0.more": torch.ones(1)}
+    ),
+    "misshaped": lambda state_dict: state_dict.update({WEIGHT: torch.ones(2), "head.bias": torch.ones(7)}),
+    "misshaped buffer": lambda state_dict: state_dict.update({BUFFER: torch.ones(2)}),
+    "a word": lambda state_dict: state_dict.update({WEIGHT: "word"}),
+    "whole": lambda state_dict: state_dict.update({WEIGHT: torch.ones(4, 3)}),
+    "without values": _drop_values,
+    "two parts": _split_into_rows,
+    "with padding": _lengthen_shards,
+    "misshaped part": lambda state_dict: state_dict.update({WEIGHT: state_dict["head.weight"]}),
+}
+
 has_changed, is_as_before = each(lambda value: value["changed"]), each(lambda value: not value["changed"])
+
+
+def load_with_fault(
+    scene: Scene, *, form: Form, fault: str, on: Sequence[int], assign: bool = False
+) -> dict[str, Any]:
+    """Load a state dict that has a fault on some ranks. Return the error, the changed values and the next loss."""
+    state_dict = with_other_values(state_dict_of_other_model(scene, form))
+    if scene.rank.rank in on:
+        DAMAGES[fault](state_dict)
+    return try_to_load(scene, state_dict, assign=assign)
+
+
+def try_to_load(
+    scene: Scene, state_dict: dict[str, Any], module: nn.Module | None = None, assign: bool = False
+) -> dict[str, Any]:
+    before = unsharded_state(scene)
+    error = tried(lambda: (module or scene.model).load_state_dict(state_dict, assign=assign))
+    after = unsharded_state(scene)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    return {"error": error, "changed": changed, "loss": scene.backward()}
 
 
 def refused_for(rank: int) -> Callable[[RankOutcomes], bool]:
@@ -59,7 +128,7 @@ fails_on_one_rank = pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_load_failure_on_one_rank_changes_nothing(cpu_twins: Twins, setup: Setup, fault: str) -> None:
     arguments = {"form": Form(), "fault": fault, "on": [1]}
-    cpu_twins.deviate(state_dicts.failed, setup, **arguments, torch_does=has_changed, we_do=refused_for(1))
+    cpu_twins.deviate(load_with_fault, setup, **arguments, torch_does=has_changed, we_do=refused_for(1))
 
 
 @all_or_nothing
@@ -67,7 +136,7 @@ def test_load_failure_on_one_rank_changes_nothing(cpu_twins: Twins, setup: Setup
 def test_load_failure_on_all_ranks_changes_nothing(cpu_twins: Twins) -> None:
     arguments = {"form": Form("SHARDED"), "fault": "missing", "on": range(cpu_twins.world_size)}
     cpu_twins.deviate(
-        state_dicts.failed,
+        load_with_fault,
         FLAT,
         **arguments,
         torch_does=has_changed,
@@ -83,10 +152,10 @@ def test_load_failure_on_all_ranks_changes_nothing(cpu_twins: Twins) -> None:
 def test_failed_load_of_shards_changes_nothing(cpu_twins: Twins, kind: str, fault: str) -> None:
     last = cpu_twins.world_size - 1
     arguments = {"form": Form(kind), "fault": fault, "on": [last]}
-    cpu_twins.deviate(state_dicts.failed, FLAT, **arguments, torch_does=has_changed, we_do=refused_for(last))
+    cpu_twins.deviate(load_with_fault, FLAT, **arguments, torch_does=has_changed, we_do=refused_for(last))
 
 
-def failed_below(scene: Scene) -> dict[str, Any]:
+def load_below_root(scene: Scene) -> dict[str, Any]:
     """Load at a module around units, with a fault on the second rank."""
     state_dict = {
         key.removeprefix("body."): value
@@ -95,7 +164,7 @@ def failed_below(scene: Scene) -> dict[str, Any]:
     }
     if scene.rank.rank == 1:
         state_dict[WEIGHT.removeprefix("body.")] = torch.ones(2)
-    return tried_to_load(scene, state_dict, scene.model.body)
+    return try_to_load(scene, state_dict, scene.model.body)
 
 
 @all_or_nothing
@@ -111,7 +180,7 @@ def test_load_failure_below_plain_module_keeps_unit_unchanged(cpu_twins: Twins) 
         return is_untouched and "rank 1 could not load" in first and "size mismatch" in second
 
     cpu_twins.deviate(
-        failed_below, FLAT, torch_does=each(lambda value: bias in value["changed"]), we_do=is_reported
+        load_below_root, FLAT, torch_does=each(lambda value: bias in value["changed"]), we_do=is_reported
     )
 
 
@@ -184,7 +253,7 @@ def raised_by_a_hook(scene: Scene) -> dict[str, Any]:
             raise KeyError("injected")
 
     scene.model.head.register_load_state_dict_pre_hook(raises)
-    return tried_to_load(scene, with_other_values(state_dict_of_other_model(scene, Form())))
+    return try_to_load(scene, with_other_values(state_dict_of_other_model(scene, Form())))
 
 
 @all_or_nothing
@@ -199,9 +268,39 @@ def test_load_hook_that_raises_changes_nothing(twins_of: TwinsOf) -> None:
     )
 
 
+class CustomLoad(nn.Linear):
+    """Linear layer that loads by itself: twice its weight, or a weight that does not fit."""
+
+    fits = True
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        with torch.no_grad():
+            self.bias.copy_(state_dict.pop(f"{prefix}bias"))
+            weight = state_dict.pop(f"{prefix}weight")
+            if self.fits:
+                self.weight.data.copy_(2 * weight)
+            else:
+                self.weight.data = weight[:1]
+
+
+def loaded_by_custom_module(scene: Scene, *, fits: bool) -> dict[str, Any]:
+    """Load into a unit's inner module that loads by itself. Return the error and the full parameters."""
+    state_dict = with_other_values(state_dict_of_other_model(scene, Form()))
+    scene.model.head.__class__ = type("CustomLoad", (CustomLoad,), {"fits": fits})
+    return try_to_load(scene, state_dict) | {"whole": scene.whole_parameters()}
+
+
+@clause("distributed.fsdp.fsdp_state_dict.hooks")
+@flat_or_originals
+def test_modules_with_custom_load_match_torch(twins: Twins, setup: Setup) -> None:
+    twins.agree(loaded_by_custom_module, setup, EXACT, fits=True)
+
+
 @clause("distributed.fsdp.fsdp_state_dict.misfits")
 def test_misfitting_weight_of_custom_load_raises(cpu_twins: Twins) -> None:
-    for value in cpu_twins.values(loaded_in_its_own_way, FLAT, fits=False):
+    for value in cpu_twins.values(loaded_by_custom_module, FLAT, fits=False):
         assert "head.weight: rank" in value["error"]
         assert "shape (1, 7), but keeps a tensor of shape (2, 7)" in value["error"]
         assert not value["changed"]
@@ -224,7 +323,7 @@ def test_shards_of_another_shape_are_refused(cpu_twins: Twins, setup: Setup, kin
         "but the parameter has the shape"
     )
     arguments = {"form": Form("SHARDED"), "fault": "misshaped part", "on": [1]}
-    for value in cpu_twins.values(state_dicts.failed, setup, **arguments):
+    for value in cpu_twins.values(load_with_fault, setup, **arguments):
         assert reported in value["error"]
         assert not value["changed"]
 
@@ -234,6 +333,96 @@ def test_shards_of_another_shape_are_refused(cpu_twins: Twins, setup: Setup, kin
 @pytest.mark.world_sizes(fewest=2)
 def test_meta_tensor_is_not_assigned(cpu_twins: Twins, setup: Setup) -> None:
     arguments = {"form": Form(), "fault": "without values", "on": [1], "assign": True}
-    for value in cpu_twins.values(state_dicts.failed, setup, **arguments):
+    for value in cpu_twins.values(load_with_fault, setup, **arguments):
         assert "rank 1 got a meta tensor of shape" in value["error"]
+        assert not value["changed"]
+
+
+def loaded_in_part(scene: Scene, *, form: Form, fault: str) -> dict[str, Any]:
+    """Load a state dict with missing or unexpected keys, with `strict=False`."""
+    state_dict = with_other_values(state_dict_of_other_model(scene, form))
+    DAMAGES[fault](state_dict)
+    keys = scene.model.load_state_dict(state_dict, strict=False)
+    return {"keys": repr(keys), "state": unsharded_state(scene)}
+
+
+@clause("distributed.fsdp.fsdp_state_dict.refused")
+@pytest.mark.parametrize("fault", ["missing", "missing buffer", "unexpected"])
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@flat_or_originals
+def test_non_strict_load_reports_missing_and_unexpected_keys(
+    twins: Twins, kind: str, fault: str, setup: Setup
+) -> None:
+    missing_or_unexpected = fault.partition(" ")[0]
+    for outcome in twins.agree(loaded_in_part, setup, EXACT, form=Form(kind), fault=fault):
+        assert f"{missing_or_unexpected}_keys=['" in outcome.value["keys"]
+
+
+@clause("distributed.fsdp.fsdp_state_dict.refused")
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        *(("FULL", fault) for fault in ("missing", "missing buffer", "unexpected")),
+        *(("FULL", fault) for fault in ("misshaped", "misshaped buffer", "a word")),
+        *(("SHARDED", fault) for fault in ("missing", "missing buffer", "unexpected")),
+        *(("SHARDED", fault) for fault in ("misshaped buffer", "whole")),
+    ],
+)
+def test_faulty_state_dict_raises_like_torch(twins: Twins, kind: str, fault: str) -> None:
+    """Every rank must raise torch's error. The model's state after the error is not compared.
+
+    On a single rank, a full tensor is as good as its shard.
+    """
+    arguments = {"form": Form(kind), "fault": fault, "on": range(twins.world_size)}
+    expected, errors = (
+        [value["error"] for value in values_of(outcomes)]
+        for outcomes in twins.of_both(load_with_fault, FLAT, **arguments)
+    )
+    assert errors == expected
+    is_loaded = fault == "whole" and twins.is_alone
+    assert ["Error: " in str(error) for error in errors] == [not is_loaded] * len(errors)
+
+
+@clause("distributed.fsdp.fsdp_state_dict.refused")
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("two parts", "0 or 1 shard per rank but got 2 shards on rank {rank}."),
+        ("without values", "meta tensor"),
+    ],
+)
+def test_unsuitable_shards_are_refused(twins_of: TwinsOf, fault: str, text: str) -> None:
+    arguments = {"form": Form("SHARDED"), "fault": fault, "on": range(2)}
+    for rank, value in enumerate(twins_of(2).values(load_with_fault, FLAT, **arguments)):
+        assert text.format(rank=rank) in str(value["error"])
+
+
+@clause("distributed.fsdp.fsdp_state_dict.refused")
+def test_shard_with_padding_is_refused_before_buffers_are_loaded(twins_of: TwinsOf) -> None:
+    """The unit's last shard has one element of padding, which a state dict does not contain."""
+
+    def is_refused(outcomes: RankOutcomes) -> bool:
+        last = values_of(outcomes)[-1]
+        return "Error: " in str(last["error"]) and not any(
+            name.startswith("buffer") for name in last["changed"]
+        )
+
+    arguments = {"form": Form("LOCAL"), "fault": "with padding", "on": [1]}
+    twins_of(2).check_both(is_refused, load_with_fault, Setup(), **arguments)
+
+
+def of_another_world(scene: Scene, *, kind: str) -> dict[str, Any]:
+    """Load a state dict that was saved over half of the ranks."""
+    half = Setup("HYBRID_SHARD", ranks="groups", shards=scene.rank.world_size // 2, wrap=scene.setup.wrap)
+    origin = scene.wrapped(scene.tree.build(1), half)
+    for model in (origin, scene.model):
+        set_form(scene.library, model, Form(kind))
+    return try_to_load(scene, with_other_values(origin.state_dict()))
+
+
+@clause("distributed.fsdp.fsdp_state_dict.another_world")
+@pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
+def test_state_dict_of_half_world_is_refused(twins_of: TwinsOf, kind: str) -> None:
+    for rank, value in enumerate(twins_of(4).values(of_another_world, FLAT, kind=kind)):
+        assert f"rank {rank} of 4 got" in value["error"]
         assert not value["changed"]

@@ -20,8 +20,6 @@ from conformance.distributed.fsdp.scenes.state_dicts import (
     has_values_of_other_model,
     set_form,
     state_dict_of_other_model,
-    tried_to_load,
-    with_other_values,
 )
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
@@ -84,29 +82,6 @@ def test_model_built_on_meta_loads(cpu_twins: Twins, kind: str, setup: Setup) ->
         assert value == {"ignored": False, "managed": True, "warned": True}
 
 
-@clause("distributed.fsdp.fsdp_state_dict.came_late")
-@pytest.mark.deviation("fsdp.late_parameter_of_a_wrapped_module")
-@each_kind
-@flat_or_originals
-def test_late_parameter_of_wrapped_module_is_saved_and_loaded(
-    cpu_twins: Twins, setup: Setup, kind: str
-) -> None:
-    are_parts = kind == "SHARDED" and not cpu_twins.is_alone  # sharded entries are loaded as saved
-    expected = torch.full((4,), 1.0 if are_parts else 2.0)
-
-    def holds_of_late(state: dict[str, Any]) -> bool:
-        return torch.equal(state["body.late"].values, expected)
-
-    cpu_twins.deviate(
-        state_dicts.with_a_late_parameter,
-        setup,
-        form=Form(kind),
-        of="",
-        torch_does=raises(AssertionError, "FSDP assumes body..late is in the state_dict"),
-        we_do=each(lambda value: "All keys matched" in value["keys"] and holds_of_late(value["state"])),
-    )
-
-
 @clause("distributed.fsdp.fsdp_state_dict.assigned")
 @pytest.mark.deviation("fsdp.assigned_parameters")
 @each_kind
@@ -120,23 +95,6 @@ def test_model_built_on_meta_loads_with_assign(cpu_twins: Twins, kind: str) -> N
         we_do=each(lambda value: value["ignored"] and value["managed"] and not value["warned"]),
         may_agree=cpu_twins.is_alone,
     )
-
-
-def of_another_world(scene: Scene, *, kind: str) -> dict[str, Any]:
-    """Load a state dict that was saved over half of the ranks."""
-    half = Setup("HYBRID_SHARD", ranks="groups", shards=scene.rank.world_size // 2, wrap=scene.setup.wrap)
-    origin = scene.wrapped(scene.tree.build(1), half)
-    for model in (origin, scene.model):
-        set_form(scene.library, model, Form(kind))
-    return tried_to_load(scene, with_other_values(origin.state_dict()))
-
-
-@clause("distributed.fsdp.fsdp_state_dict.another_world")
-@pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
-def test_state_dict_of_half_world_is_refused(twins_of: TwinsOf, kind: str) -> None:
-    for rank, value in enumerate(twins_of(4).values(of_another_world, FLAT, kind=kind)):
-        assert f"rank {rank} of 4 got" in value["error"]
-        assert not value["changed"]
 
 
 @clause("distributed.fsdp.fsdp_state_dict.local_with_original_parameters")

@@ -1,18 +1,16 @@
-"""State dicts of every type: saved, damaged, exchanged and loaded."""
+"""State dicts of every type: saved, exchanged and loaded."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import DTensor
 
@@ -155,29 +153,6 @@ def state_dict_of_other_model(scene: Scene, form: Form) -> dict[str, Any]:
     return origin.state_dict()
 
 
-def with_a_late_parameter(scene: Scene, *, form: Form, of: str) -> dict[str, Any]:
-    """Save and load a parameter that was added inside a unit after wrapping.
-
-    The unit around the module manages the parameter.
-    """
-    kind = {"use_orig_params": scene.setup.uses_orig_params}
-    inner = scene.plain.body = scene.wrap(scene.plain.body, **kind)
-    inner.module.get_submodule(of).late = nn.Parameter(torch.ones(4))
-    scene.model = scene.wrap(scene.plain, **kind)
-    set_form(scene.library, scene.model, form)
-    state_dict = with_other_values(copy.deepcopy(scene.model.state_dict()))
-    with torch.no_grad():
-        for parameter in scene.model.parameters():
-            parameter.zero_()
-    keys = scene.model.load_state_dict(state_dict)
-    whole = unsharded_state(scene)
-    return {
-        "names": sorted(state_dict),
-        "keys": repr(keys),
-        "state": {name: whole[name] for name in sorted(whole)},
-    }
-
-
 def with_other_values(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with other values for plain tensors, which are copies."""
     return {key: value + 1 if type(value) is torch.Tensor else value for key, value in state_dict.items()}
@@ -187,76 +162,6 @@ def unsharded_state(scene: Scene) -> dict[str, torch.Tensor]:
     """Return the full parameters and the buffers."""
     buffers = {f"buffer {name}": buffer.clone() for name, buffer in scene.model.named_buffers()}
     return scene.whole_parameters() | buffers
-
-
-Damage = Callable[[dict[str, Any]], Any]
-WEIGHT, BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.running_mean"
-
-
-def _split_into_rows(state_dict: dict[str, Any]) -> None:
-    """Split the local shards of a ShardedTensor into one shard for each row."""
-    sharded = state_dict[WEIGHT]
-    if isinstance(sharded, ShardedTensor):
-        parts = [
-            Shard.from_tensor_and_offsets(row, [shard.metadata.shard_offsets[0] + number, 0], dist.get_rank())
-            for shard in sharded.local_shards()
-            for number, row in enumerate(shard.tensor.split(1))
-        ]
-        state_dict[WEIGHT] = ShardedTensor._init_from_local_shards(parts, sharded.size())
-
-
-def _drop_values(state_dict: dict[str, Any]) -> None:
-    """Put a tensor on the meta device. `ShardedTensor.to("meta")` asks for an accelerator from torch 2.14 on."""
-    value = state_dict[WEIGHT]
-    if isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            shard.tensor = shard.tensor.to("meta")
-    else:
-        state_dict[WEIGHT] = value.to("meta")
-
-
-def _lengthen_shards(state_dict: dict[str, Any]) -> None:
-    """Append an element to each local shard, like a shard that was saved with its padding."""
-    for value in state_dict.values():
-        for shard in value.local_shards() if isinstance(value, ShardedTensor) else ():
-            shard.tensor = nn.functional.pad(shard.tensor, [0, 1])
-
-
-DAMAGES: dict[str, Damage] = {
-    "missing": lambda state_dict: (state_dict.pop(WEIGHT), state_dict.pop("head.bias")),
-    "missing buffer": lambda state_dict: state_dict.pop(BUFFER),
-    "unexpected": lambda state_dict: state_dict.update(
-        {"head.more": torch.ones(1), "body.parts.0.more": torch.ones(1)}
-    ),
-    "misshaped": lambda state_dict: state_dict.update({WEIGHT: torch.ones(2), "head.bias": torch.ones(7)}),
-    "misshaped buffer": lambda state_dict: state_dict.update({BUFFER: torch.ones(2)}),
-    "a word": lambda state_dict: state_dict.update({WEIGHT: "word"}),
-    "whole": lambda state_dict: state_dict.update({WEIGHT: torch.ones(4, 3)}),
-    "without values": _drop_values,
-    "two parts": _split_into_rows,
-    "with padding": _lengthen_shards,
-    "misshaped part": lambda state_dict: state_dict.update({WEIGHT: state_dict["head.weight"]}),
-}
-
-
-def failed(
-    scene: Scene, *, form: Form, fault: str, on: Sequence[int], assign: bool = False
-) -> dict[str, Any]:
-    """Load a state dict that has a fault on some ranks. Return the error, the changed values and the next loss."""
-    state_dict = with_other_values(state_dict_of_other_model(scene, form))
-    if scene.rank.rank in on:
-        DAMAGES[fault](state_dict)
-    return tried_to_load(scene, state_dict, assign=assign)
-
-
-def tried_to_load(
-    scene: Scene, state_dict: dict[str, Any], module: nn.Module | None = None, assign: bool = False
-) -> dict[str, Any]:
-    before = unsharded_state(scene)
-    error = tried(lambda: (module or scene.model).load_state_dict(state_dict, assign=assign))
-    after = unsharded_state(scene)
-    changed = [name for name in before if not torch.equal(before[name], after[name])]
-    return {"error": error, "changed": changed, "loss": scene.backward()}
 
 
 def loads_its_own(scene: Scene, *, form: Form) -> dict[str, Any]:
@@ -276,27 +181,3 @@ def has_values_of_other_model(scene: Scene) -> bool:
     actual = scene.whole_parameters()
     expected = scene.tree.build(1).named_parameters()
     return all(torch.equal(actual[name].cpu(), parameter.detach()) for name, parameter in expected)
-
-
-class OwnWay(nn.Linear):
-    """Linear layer that loads by itself: twice its weight, or a weight that does not fit."""
-
-    fits = True
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        with torch.no_grad():
-            self.bias.copy_(state_dict.pop(f"{prefix}bias"))
-            weight = state_dict.pop(f"{prefix}weight")
-            if self.fits:
-                self.weight.data.copy_(2 * weight)
-            else:
-                self.weight.data = weight[:1]
-
-
-def loaded_in_its_own_way(scene: Scene, *, fits: bool) -> dict[str, Any]:
-    """Load into a unit's inner module that loads by itself. Return the error and the full parameters."""
-    state_dict = with_other_values(state_dict_of_other_model(scene, Form()))
-    scene.model.head.__class__ = type("OwnWay", (OwnWay,), {"fits": fits})
-    return tried_to_load(scene, state_dict) | {"whole": scene.whole_parameters()}
