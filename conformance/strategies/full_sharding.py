@@ -1,31 +1,15 @@
-"""Models sharded by fully_shard and their training: every option that the ranks of one machine support."""
+"""Models sharded by fully_shard, and calls of their methods between forwards and backwards."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.scenes.fully_shard_calls import ROOT, UnitCall
-from conformance.distributed.fsdp.scenes.fully_shard_training import ShardedTraining, Sharding
-from conformance.distributed.fsdp.scenes.module_trees import FORMS, INPUT_FORMS
-from conformance.judge.surface import torch_version
-from conformance.strategies.modules import KINDS, module_trees
-from conformance.strategies.sharding import steps, without_stale_gradients
+from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding
 
 UNITS = ("root", "leaves", "groups", "nested", "list")
-_BEFORES = ("", "eval", "no_grad", "freeze", "thaw")
-_ORDERS = ("in turn", "together", "no_sync", "unfinished")
-# Modules without parameters are units as well.
-_KINDS = (*KINDS, "bare", "counted")
-# fully_shard of torch 2.11 finds no tensors in dataclasses, so a unit that returns one takes no part in backward.
-_UNSEEN_FORMS = ("dataclass",) if torch_version() == "2.11" else ()
-_FORMS, _INPUT_FORMS = (
-    tuple(form for form in forms if form not in _UNSEEN_FORMS) for forms in (FORMS, INPUT_FORMS)
-)
-# Until 2.13, torch leaves several modules that form one unit unsharded if only some of them run again.
-_CLOSES_LISTS = torch_version() not in ("2.11", "2.12")
 
 
 @st.composite
@@ -40,31 +24,6 @@ def shardings(
     """Draw a sharding. `fixed` are fields that are not drawn."""
     drawn = {"units": units, "ranks": ranks, "reshard_after_forward": reshards}
     return Sharding(**{name: draw(st.sampled_from(values)) for name, values in drawn.items()}, **fixed)
-
-
-@st.composite
-def sharded_trainings(
-    draw: st.DrawFn,
-    *,
-    dtype: torch.dtype = torch.float64,
-    tree: dict[str, Any] | None = None,
-    befores: tuple[str, ...] = _BEFORES,
-    **sharding: Any,
-) -> ShardedTraining:
-    drawn = draw(shardings(**sharding))
-    frozen = ("none", "none", "first", "all")
-    options = {
-        "frozen": frozen,
-        "kinds": _KINDS,
-        "forms": _FORMS,
-        "input_forms": _INPUT_FORMS,
-        **(tree or {}),
-    }
-    trees = module_trees(dtype=dtype, **options)
-    if drawn.units == "list" and not _CLOSES_LISTS:
-        trees = trees.filter(lambda tree: all(group.calls == 1 for group in tree.body.groups()))
-    schedule = st.lists(steps(_ORDERS, befores), min_size=2, max_size=3)
-    return ShardedTraining(draw(trees), drawn, without_stale_gradients(draw(schedule)))
 
 
 def _calls_of(method: str, **values: Any) -> st.SearchStrategy[UnitCall]:
@@ -130,16 +89,3 @@ def _is_right_in_torch(calls: list[UnitCall]) -> bool:
         if call.name in ("forward", "backward"):
             awaits_backward = call.name == "forward"
     return True
-
-
-def policies() -> st.SearchStrategy[dict[str, Any]]:
-    """Draw arguments of MixedPrecisionPolicy, most often with low precision and casts."""
-    low, full = torch.bfloat16, torch.float32
-    return st.fixed_dictionaries(
-        {
-            "param_dtype": st.sampled_from([low, low, full, None]),
-            "reduce_dtype": st.sampled_from([None, full, low]),
-            "output_dtype": st.sampled_from([None, full, low]),
-            "cast_forward_inputs": st.sampled_from([True, True, False]),
-        }
-    )

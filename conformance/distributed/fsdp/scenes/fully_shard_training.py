@@ -59,15 +59,6 @@ class ShardedTraining:
         ignored = "parameters" if self.sharding.ignores else ""
         return Training(self.tree, Setup(ignored=ignored), self.steps)
 
-    @property
-    def reduces_accumulated_first(self) -> bool:
-        """Whether torch may reduce the gradients of `no_sync` before it has those of the last backward.
-
-        It reduces a unit that runs twice at the end of each of its backwards, so that the sums are rounded otherwise.
-        """
-        repeats = any(group.calls > 1 for group in self.tree.body.groups())
-        return repeats and any(step.order == "no_sync" and step.forwards > 1 for step in self.steps)
-
 
 def train(
     rank: Rank, *, library: str, training: ShardedTraining, reshards_after_evaluations: bool = False
