@@ -40,7 +40,7 @@ def test_trains_compiled(twins: Twins, strategy: str, compiled: str, use_orig_pa
     """
     setup = Setup(strategy, wrap="manual", arguments={"use_orig_params": use_orig_params}, compiled=compiled)
     schedule = (Step(), Step(forwards=2, order="no_sync"))
-    twins.train(Training(TREE, setup, schedule), deadline_s=OF_A_CASE_S)
+    twins.agree_on_training(Training(TREE, setup, schedule), deadline_s=OF_A_CASE_S)
 
 
 WIDTH, BLOCKS, STEPS = 4, 2, 3

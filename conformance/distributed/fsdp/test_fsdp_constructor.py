@@ -263,13 +263,6 @@ def test_torch_cannot_offload_parameters_on_a_cpu(torch_cannot: Callable[..., No
     torch_cannot(Scene.backward, Setup(offload_params=True))
 
 
-def _offloaded(strategy: str, use_orig_params: bool) -> Training:
-    """Return a training with offloaded parameters, which also accumulates gradients in no_sync."""
-    steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
-    setup = replace(leaf_by_leaf(strategy, use_orig_params), offload_params=True)
-    return Training(replace(TREE, dtype=torch.float64), setup, steps)
-
-
 def waits_for_offloaded(scene: Scene) -> list[int]:
     """Return how often the host waits for the device in a backward, with one unit and with one unit per leaf."""
     waits: list[int] = []
@@ -296,13 +289,18 @@ def test_host_waits_once_for_all_units(twins: Twins, device: str, use_orig_param
         assert outcome.value == [1, 1]
 
 
-_UNSHARDED = ("NO_SHARD", True)  # a deviation, with a test of its own
+def offloaded_training(strategy: str, use_orig_params: bool) -> Training:
+    """Train leaves as units, with parameters on the CPU. The second step accumulates in no_sync, the third evaluates."""
+    setup = replace(leaf_by_leaf(strategy, use_orig_params), offload_params=True)
+    steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
+    return Training(replace(TREE, dtype=torch.float64), setup, steps)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
 @pytest.mark.parametrize(
     ("strategy", "use_orig_params"),
-    [pair for pair in itertools.product(STRATEGIES, (False, True)) if pair != _UNSHARDED],
+    # Deviation fsdp.offloaded_whole: NO_SHARD with use_orig_params is in the next test.
+    [pair for pair in itertools.product(STRATEGIES, (False, True)) if pair != ("NO_SHARD", True)],
 )
 def test_trains_with_parameters_offloaded(
     twins: Twins, device: str, strategy: str, use_orig_params: bool
@@ -311,7 +309,7 @@ def test_trains_with_parameters_offloaded(
 
     On the CPU, torch cannot offload, so it trains without offload there.
     """
-    offloaded = _offloaded(strategy, use_orig_params)
+    offloaded = offloaded_training(strategy, use_orig_params)
     actual = twins.trained(twins.subject, offloaded)
     assert_like_unsharded(actual, offloaded)
     # Deviation fsdp.offloaded_whole: torch trains wrongly if nothing is sharded, as on a single rank.
@@ -323,8 +321,8 @@ def test_trains_with_parameters_offloaded(
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.offloaded_whole")
 @pytest.mark.deviation("fsdp.offloaded_whole")
-def test_trains_with_whole_parameters_offloaded(twins: Twins) -> None:
-    offloaded = _offloaded(*_UNSHARDED)
+def test_offloaded_parameters_without_sharding_train_like_unsharded(twins: Twins) -> None:
+    offloaded = offloaded_training("NO_SHARD", use_orig_params=True)
     twins.judge(
         lambda library: twins.trained(library, offloaded),
         torch_does=lambda outcomes: not trains_like_unsharded(outcomes, offloaded),

@@ -48,7 +48,7 @@ LARGE = ModuleTree(ModuleGroup((Leaf("affine", 20_001), Leaf("affine", 2), Leaf(
 @share_of_examples(0.3)
 @given(data=st.data())
 def test_training_matches_torch_and_unsharded(twins: Twins, strategy: str, data: st.DataObject) -> None:
-    twins.train(data.draw(trainings(strategy=strategy)))
+    twins.agree_on_training(data.draw(trainings(strategy=strategy)))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.trains")
@@ -58,7 +58,7 @@ def test_training_matches_torch_and_unsharded(twins: Twins, strategy: str, data:
 def test_trains_on_more_ranks_than_some_parameters_have_elements(
     twins_of: TwinsOf, more_ranks: int, training: Training
 ) -> None:
-    twins_of(more_ranks).train(training)
+    twins_of(more_ranks).agree_on_training(training)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.trains")
@@ -69,7 +69,7 @@ def test_trains_on_more_ranks_than_some_parameters_have_elements(
     ids=lambda setup: setup.strategy,
 )
 def test_trains_units_of_real_sizes(twins_of: TwinsOf, setup: Setup, more_ranks: int) -> None:
-    twins_of(more_ranks).train(Training(LARGE, setup, (Step(), Step())))
+    twins_of(more_ranks).agree_on_training(Training(LARGE, setup, (Step(), Step())))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hybrid")
@@ -80,11 +80,12 @@ def test_trains_units_of_real_sizes(twins_of: TwinsOf, setup: Setup, more_ranks:
 )
 @share_of_examples(0.1)
 @given(data=st.data())
-def test_trains_replicas(
+def test_replicas_train_like_torch_and_unsharded(
     twins_of: TwinsOf, strategy: str, all_ranks: int, shards: int, data: st.DataObject
 ) -> None:
+    """Each of the `all_ranks // shards` replicas is sharded over `shards` ranks."""
     drawn = trainings(strategy=strategy, shards=shards, ranks=("groups", "meshes"))
-    twins_of(all_ranks).train(data.draw(drawn))
+    twins_of(all_ranks).agree_on_training(data.draw(drawn))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hybrid")
@@ -92,7 +93,7 @@ def test_trains_replicas(
 @FULL_PROFILE
 def test_single_replica_trains(cpu_twins: Twins, strategy: str) -> None:
     setup = Setup(strategy, ranks="meshes", shards=cpu_twins.world_size, wrap="leaves")
-    cpu_twins.train(Training(LARGE, setup, (Step(), Step())))
+    cpu_twins.agree_on_training(Training(LARGE, setup, (Step(), Step())))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.ignored")
@@ -102,7 +103,9 @@ def test_single_replica_trains(cpu_twins: Twins, strategy: str) -> None:
 def test_ignored_parameters_stay_local(twins: Twins, ignored: str, data: st.DataObject) -> None:
     trained = trainings(strategy="FULL_SHARD", ignored=ignored, wraps=("root", "leaves", "size"))
     # In a world of one, torch leaves a frozen unit without its registered parameters.
-    twins.train(data.draw(trained.filter(lambda training: not training.mixes_frozen_with_trained)))
+    twins.agree_on_training(
+        data.draw(trained.filter(lambda training: not training.mixes_frozen_with_trained))
+    )
 
 
 def ignored_inside(scene: Scene, *, by: str) -> dict[str, Any]:
@@ -159,7 +162,7 @@ STEPS_OF_HOLLOW_MODELS = (
 @each_wrapping
 @pytest.mark.world_sizes(fewest=2)
 def test_hollow_models_train_like_torch(twins: Twins, wrapping: Wrapping, tree: ModuleTree) -> None:
-    twins.train(Training(tree, leaf_by_leaf(**wrapping), STEPS_OF_HOLLOW_MODELS))
+    twins.agree_on_training(Training(tree, leaf_by_leaf(**wrapping), STEPS_OF_HOLLOW_MODELS))
 
 
 plain_steps = steps(orders=("in turn",), befores=("",))
@@ -288,14 +291,14 @@ CHECKPOINTED = ModuleTree(
 @share_of_examples(0.2)
 @given(data=st.data())
 def test_non_reentrant_checkpointing_trains(twins: Twins, strategy: str, data: st.DataObject) -> None:
-    twins.train(data.draw(trainings(strategy=strategy, tree={"checkpointing": ("plain",)})))
+    twins.agree_on_training(data.draw(trainings(strategy=strategy, tree={"checkpointing": ("plain",)})))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.reentrant")
 @each_wrapping
 def test_reentrant_checkpointing_trains(twins: Twins, wrapping: Wrapping) -> None:
     schedule = (Step(), Step(forwards=2, order="no_sync"), Step(forwards=2))
-    twins.train(Training(CHECKPOINTED, leaf_by_leaf(**wrapping), schedule))
+    twins.agree_on_training(Training(CHECKPOINTED, leaf_by_leaf(**wrapping), schedule))
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.reentrance_anywhere")

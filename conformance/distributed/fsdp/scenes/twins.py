@@ -243,7 +243,7 @@ class Twins:
     def trained(self, library: Library, training: Training, **limits: Any) -> RankOutcomes:
         return run_on_ranks(self.pool, library, fsdp_training.train, training=training, **limits)
 
-    def train(self, training: Training, tolerance: Tolerance = TRAINED, **limits: Any) -> None:
+    def agree_on_training(self, training: Training, tolerance: Tolerance = TRAINED, **limits: Any) -> None:
         """Compare the training twice: rank by rank with torch, and with one unsharded process.
 
         `limits` are arguments of the pool.
