@@ -11,16 +11,12 @@ import torch
 
 from conformance.distributed.fsdp.scenes.desync_programs import (
     ASTRAY,
-    GRACE_S,
     SHORT_GRACE_S,
     WIDTH,
     Blocks,
     Program,
-    fault_of,
-    judge_at_once,
+    judge_raises_at_once,
     run,
-    seen_in,
-    synchronise,
     train_step,
     wrap_fsdp,
 )
@@ -40,20 +36,20 @@ DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0)
 
 @clause("distributed.fsdp.fsdp_desync.parts_by_settings")
 @pytest.mark.deviation("fully_shard.settings_of_one_rank")
-@pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL_PROFILE)])
+@pytest.mark.parametrize("differs_at", [2, pytest.param(0, marks=FULL_PROFILE)])
 @pytest.mark.parametrize(
-    ("by", "astray", "other"),
+    ("differs_by", "astray", "other"),
     [
-        ("kept", "reduced 'blocks.2'", "gathered 'blocks.2'"),
-        pytest.param("unsynchronised", "reduced 'Blocks'", "reduced 'blocks.1'", marks=FULL_PROFILE),
+        ("blocks kept unsharded", "reduced 'blocks.2'", "gathered 'blocks.2'"),
+        pytest.param("unsynchronised block", "reduced 'Blocks'", "reduced 'blocks.1'", marks=FULL_PROFILE),
     ],
-    ids=["kept", "unsynchronised"],
+    ids=["blocks kept unsharded", "unsynchronised block"],
 )
 def test_settings_of_one_rank_only_raise(
-    deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
+    deviation: DeviationJudge, differs_at: int, differs_by: str, astray: str, other: str
 ) -> None:
-    program = Program(parts_at=parts_at, api="fully_shard", by=by)
-    judge_at_once(deviation, program, astray, other, "the ranks issue different collectives")
+    program = Program(differs_at=differs_at, api="fully_shard", differs_by=differs_by)
+    judge_raises_at_once(deviation, program, astray, other, "the ranks issue different collectives")
 
 
 _SHARDED = "the ranks have sharded a module differently"
@@ -64,27 +60,29 @@ _REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
 @clause("distributed.fsdp.fsdp_desync.parts_by_sharding")
 @pytest.mark.deviation("fully_shard.settings_of_one_rank")
 @pytest.mark.parametrize(
-    ("by", "parts_at", "astray", "summary"),
+    ("differs_by", "differs_at", "astray", "summary"),
     [
-        ("computed", 0, f"gathered 'blocks.1' with param_dtype=torch.bfloat16{_REDUCED}", _SHARDED),
+        ("mp_policy", 0, f"gathered 'blocks.1' with param_dtype=torch.bfloat16{_REDUCED}", _SHARDED),
         pytest.param(
-            *("placed", 0, "gathered 'blocks.1' with blocks.1.0.weight as Shard(1), blocks.1.2.weight as Shard(1)"),
+            *("shard_placement_fn", 0),
+            "gathered 'blocks.1' with blocks.1.0.weight as Shard(1), blocks.1.2.weight as Shard(1)",
             _SHARDED, marks=FULL_PROFILE,
         ),
-        pytest.param("mixed", 0, "gathered 'Blocks' with param_dtype=torch.bfloat16", _SHARDED, marks=FULL_PROFILE),
-        ("divided", 2, "reduced 'blocks.1' divided by 3.0", "the ranks divide gradients by different factors"),
+        pytest.param(
+            *("mixed_precision", 0), "gathered 'Blocks' with param_dtype=torch.bfloat16", _SHARDED, marks=FULL_PROFILE
+        ),
+        ("divide factor", 2, "reduced 'blocks.1' divided by 3.0", "the ranks divide gradients by different factors"),
     ],
-    ids=["computed", "placed", "mixed", "divided"],
+    ids=["mp_policy", "shard_placement_fn", "mixed_precision", "divide factor"],
 )  # fmt: skip
 def test_different_sharding_on_one_rank_raises(
-    deviation: DeviationJudge, *, by: str, parts_at: int, astray: str, summary: str
+    deviation: DeviationJudge, *, differs_by: str, differs_at: int, astray: str, summary: str
 ) -> None:
-    api = "FSDP1" if by == "mixed" else "fully_shard"
+    api = "FSDP1" if differs_by == "mixed_precision" else "fully_shard"
     other = astray.partition("' ")[0] + "'"
-    are_alike = by in ("placed", "divided")
-    judge_at_once(
-        deviation, Program(parts_at=parts_at, api=api, by=by), astray, other, summary, are_alike=are_alike
-    )
+    program = Program(differs_at=differs_at, api=api, differs_by=differs_by)
+    are_alike = differs_by in ("shard_placement_fn", "divide factor")
+    judge_raises_at_once(deviation, program, astray, other, summary, are_alike=are_alike)
 
 
 def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
@@ -129,15 +127,6 @@ def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use
     deviation.judge(probe, torch_does=is_torchs, we_do=is_reported)
 
 
-@clause("distributed.fsdp.fsdp_desync.parts_while_wrapping")
-def test_synchronisation_in_another_order_raises(subject: Library) -> None:
-    reported = seen_in(fault_of(subject, synchronise, grace_s=GRACE_S)).raised
-    assert len(reported) == 2, reported
-    for text in reported.values():
-        assert "'Bottleneck.0.weight' of shape (8, 4)" in text, text
-        assert "'Bottleneck.0.weight' of shape (16, 4)" in text, text
-
-
 @clause("distributed.fsdp.fsdp_desync.changes_alike")
 @pytest.mark.parametrize(
     "program",
@@ -145,12 +134,12 @@ def test_synchronisation_in_another_order_raises(subject: Library) -> None:
         *(Program(DROPPED, (8, 5, 11), mode) for mode in ("train", "eval", "mixed")),
         Program(DROPPED, (8, 5, 11), api="fully_shard"),
         *(
-            Program(parts_at=2, api="fully_shard", by=by, alike=True)
-            for by in ("unused", "frozen", "kept", "divided")
+            Program(differs_at=2, api="fully_shard", differs_by=differs_by, alike=True)
+            for differs_by in ("unused bias", "frozen bias", "blocks kept unsharded", "divide factor")
         ),
-        Program(parts_at=0, api="fully_shard", by="placed", alike=True),
+        Program(differs_at=0, api="fully_shard", differs_by="shard_placement_fn", alike=True),
     ],
-    ids=lambda program: f"{program.api} {program.by} {program.mode}",
+    ids=lambda program: f"{program.api} {program.differs_by} {program.mode}",
 )
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
@@ -161,11 +150,11 @@ def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        Program(parts_at=0, api="fully_shard", by="computed alike"),
-        Program(parts_at=0, by="mixed alike"),
-        Program(parts_at=2, api="fully_shard", by="divided alike"),
+        Program(differs_at=0, api="fully_shard", differs_by="mp_policy of float32"),
+        Program(differs_at=0, differs_by="mixed_precision of float32"),
+        Program(differs_at=2, api="fully_shard", differs_by="divide factor as integer"),
     ],
-    ids=lambda program: f"{program.api} {program.by}",
+    ids=lambda program: f"{program.api} {program.differs_by}",
 )
 def test_equivalent_settings_in_other_words_train(twins_of: TwinsOf, program: Program) -> None:
     assert_trained_alike(twins_of(2), run, program=program)

@@ -1,4 +1,4 @@
-"""Ranks that are lost, or that wait in another collective than their peers."""
+"""Ranks that are lost, wait in another collective than their peers, or wrap in another order."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from conformance.distributed.fsdp.scenes.desync_programs import (
     ASTRAY,
     GRACE_S,
     LARGE,
-    WAYS,
+    ORDERS,
     Blocks,
+    Bottleneck,
     Program,
-    SeenByRanks,
+    RankReports,
     fault_of,
+    reports_in,
     run,
-    seen_in,
     shard_blocks,
-    synchronise,
     train_step,
     wait_until_raised,
 )
@@ -128,9 +128,9 @@ def ask_alone(rank: Rank, *, library: str, api: str, pause_s: float, timeout_s: 
 def test_state_requested_by_one_rank_raises(
     deviation: DeviationJudge, reference: Library, api: str, pause_s: float
 ) -> None:
-    def raised(library: Library) -> SeenByRanks:
+    def raised(library: Library) -> RankReports:
         timeout_s = 2.0 if library is reference else TIMEOUT_S
-        return seen_in(fault_of(library, ask_alone, api=api, pause_s=pause_s, timeout_s=timeout_s))
+        return reports_in(fault_of(library, ask_alone, api=api, pause_s=pause_s, timeout_s=timeout_s))
 
     named = (
         rf"only some ranks ask for a state dict: .*rank {ASTRAY} .*of a state dict.*; "
@@ -145,12 +145,32 @@ def test_state_requested_by_one_rank_raises(
     )
 
 
+def sync_in_another_order(rank: Rank, *, library: str) -> None:
+    """Wrap two blocks with `sync_module_states`, in the opposite order on one rank."""
+    blocks = [Bottleneck(8), Bottleneck(16)]
+    try:
+        for block in reversed(blocks) if rank.rank == ASTRAY else blocks:
+            load_library(library).find(FSDP)(block, device_id=torch.device("cpu"), sync_module_states=True)
+    except Exception:
+        wait_until_raised(rank.world_size)
+        raise
+
+
+@clause("distributed.fsdp.fsdp_desync.parts_while_wrapping")
+def test_sync_module_states_in_another_order_raises(subject: Library) -> None:
+    reported = reports_in(fault_of(subject, sync_in_another_order, grace_s=GRACE_S)).raised
+    assert len(reported) == 2, reported
+    for text in reported.values():
+        assert "'Bottleneck.0.weight' of shape (8, 4)" in text, text
+        assert "'Bottleneck.0.weight' of shape (16, 4)" in text, text
+
+
 def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str) -> tuple[str, list[float]]:
     """Return the error of this rank, and sums over the group that it still uses."""
     message = ""
     try:
         if by == "wrapping":
-            synchronise(rank, library=library)
+            sync_in_another_order(rank, library=library)
         elif by == "state":
             ask_alone(rank, library=library, api=program.api, pause_s=0.0, timeout_s=TIMEOUT_S)
         else:
@@ -168,23 +188,34 @@ def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str)
 @pytest.mark.parametrize(
     ("program", "by", "ranks"),
     [
-        (Program(parts_at=0), "order", 2),
-        (Program(hidden=(8, 16, 24), parts_at=2, api="fully_shard"), "order", 2),
-        pytest.param(Program(hidden=(8, 16, 24), parts_at=0), "order", 3, marks=FULL_PROFILE),
-        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), "order", 3, marks=FULL_PROFILE),
-        pytest.param(Program((*WAYS, *WAYS, *(WAYS[0],) * 4), parts_at=4), "order", 3, marks=FULL_PROFILE),
+        (Program(differs_at=0), "order", 2),
+        (Program(hidden=(8, 16, 24), differs_at=2, api="fully_shard"), "order", 2),
+        pytest.param(Program(hidden=(8, 16, 24), differs_at=0), "order", 3, marks=FULL_PROFILE),
+        pytest.param(Program(hidden=(LARGE,) * 3, differs_at=2), "order", 3, marks=FULL_PROFILE),
+        pytest.param(
+            Program((*ORDERS, *ORDERS, *(ORDERS[0],) * 4), differs_at=4), "order", 3, marks=FULL_PROFILE
+        ),
         *(
-            pytest.param(Program(parts_at=2, api="fully_shard", by=by), by, 2, marks=FULL_PROFILE)
-            for by in ("unused", "frozen", "kept", "unsynchronised", "divided")
+            pytest.param(Program(differs_at=2, api="fully_shard", differs_by=by), by, 2, marks=FULL_PROFILE)
+            for by in (
+                "unused bias",
+                "frozen bias",
+                "blocks kept unsharded",
+                "unsynchronised block",
+                "divide factor",
+            )
         ),
         pytest.param(
-            Program(parts_at=0, api="fully_shard", by="computed"), "computed", 3, marks=FULL_PROFILE
+            Program(differs_at=0, api="fully_shard", differs_by="mp_policy"),
+            "mp_policy",
+            3,
+            marks=FULL_PROFILE,
         ),
         pytest.param(Program(), "wrapping", 3, marks=FULL_PROFILE),
         *(pytest.param(Program(api=api), "state", 2, marks=FULL_PROFILE) for api in ("FSDP1", "fully_shard")),
     ],
     ids=lambda value: (
-        f"{value.api} {value.hidden} {value.parts_at}" if isinstance(value, Program) else str(value)
+        f"{value.api} {value.hidden} {value.differs_at}" if isinstance(value, Program) else str(value)
     ),
 )
 def test_group_is_usable_after_ranks_differed(
@@ -210,8 +241,8 @@ def save_afterwards(
     message = ""
     try:
         for step, common in enumerate(program.orders):
-            is_astray = rank.rank == ASTRAY and step == program.parts_at
-            blocks.order = program.astray if is_astray else common
+            is_astray = rank.rank == ASTRAY and step == program.differs_at
+            blocks.order = program.other_order if is_astray else common
             train_step(model, "train", seeding.generator(10 * step + rank.rank))
             for number in range(rank.world_size):
                 train_step(plain, "train", seeding.generator(10 * step + number))
@@ -243,12 +274,12 @@ def save_afterwards(
 @pytest.mark.parametrize(
     "program",
     [
-        Program(parts_at=2),
-        Program(hidden=(8, 16, 24), parts_at=0),
-        Program(hidden=(8, 16, 24), parts_at=2, api="fully_shard"),
-        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), marks=FULL_PROFILE),
+        Program(differs_at=2),
+        Program(hidden=(8, 16, 24), differs_at=0),
+        Program(hidden=(8, 16, 24), differs_at=2, api="fully_shard"),
+        pytest.param(Program(hidden=(LARGE,) * 3, differs_at=2), marks=FULL_PROFILE),
     ],
-    ids=lambda program: f"{program.api} {program.hidden} {program.parts_at}",
+    ids=lambda program: f"{program.api} {program.hidden} {program.differs_at}",
 )
 def test_model_can_be_saved_after_ranks_differed(subject: Library, program: Program) -> None:
     with RankPool(2, grace_s=GRACE_S) as pool:

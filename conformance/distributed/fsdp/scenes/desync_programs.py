@@ -25,11 +25,11 @@ from conformance.ranks import Rank, RankFault, RankPool, RanksDiverged
 
 GRACE_S = 20.0
 SHORT_GRACE_S = 5.0  # grace for ranks that are known to hang
-WAYS = ((0, 1, 2), (0, 2, 1))
+ORDERS = ((0, 1, 2), (0, 2, 1))
 
 
 @dataclass
-class SeenByRanks:
+class RankReports:
     """The error text of each rank that raised, and whether the values are those of ranks with the same program."""
 
     raised: dict[int, str] = field(default_factory=dict)
@@ -64,20 +64,20 @@ class Blocks(nn.Module):
 class Program:
     """Steps that all ranks run, and the way in which one rank deviates.
 
-    Each entry of `orders` is a step: the blocks that it runs, in order. If `by` is `order`, the deviating rank runs
-    `astray` in step `parts_at` instead. If `by` is a key of `DIFFERENCES`, it changes its model from that step on. If
-    `by` is a key of `SHARDED_WITH`, it shards with other arguments, and `parts_at` is 0. With `alike`, all ranks make
-    the change or use the arguments.
+    Each entry of `orders` is a step: the blocks that it runs, in order. `differs_by` says what the deviating rank does
+    from step `differs_at` on. If it is `order`, the rank runs `other_order` in that step only. If it is a key of
+    `CHANGES`, the rank changes its model. If it is a key of `ARGUMENTS`, the rank shards with other arguments, and the
+    step is 0. With `alike`, all ranks make the change or use the arguments.
     """
 
     orders: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 4
     hidden: tuple[int, ...] = (8, 8, 8)
     # Values: train, eval or mixed. A mixed step evaluates and runs a backward in no_sync before it trains.
     mode: str = "train"
-    astray: tuple[int, ...] = (0, 2, 1)
-    parts_at: int | None = None
+    other_order: tuple[int, ...] = (0, 2, 1)
+    differs_at: int | None = None  # step in which one rank differs
     api: str = "FSDP1"  # API: FSDP1 or fully_shard
-    by: str = "order"
+    differs_by: str = "order"
     alike: bool = False
 
 
@@ -127,32 +127,32 @@ def _by_columns(parameter: nn.Parameter) -> Shard | None:
 
 
 # Arguments that one rank passes to fully_shard for the second block, or to FSDP1 for the model.
-SHARDED_WITH: dict[str, Callable[[Library], dict[str, Any]]] = {
-    "computed": lambda library: {
+ARGUMENTS: dict[str, Callable[[Library], dict[str, Any]]] = {
+    "mp_policy": lambda library: {
         "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     },
-    "computed alike": lambda library: {
+    "mp_policy of float32": lambda library: {
         "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(
             torch.float32, torch.float32, output_dtype=torch.float32, cast_forward_inputs=False
         )
     },
-    "mixed": lambda library: {
+    "mixed_precision": lambda library: {
         "mixed_precision": library.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)
     },
-    "mixed alike": lambda library: {
+    "mixed_precision of float32": lambda library: {
         "mixed_precision": library.distributed.fsdp.MixedPrecision(torch.float32, torch.float32)
     },
-    "placed": lambda library: {"shard_placement_fn": _by_columns},
+    "shard_placement_fn": lambda library: {"shard_placement_fn": _by_columns},
 }
 # Changes that one rank makes to its model, besides another order of the blocks.
-DIFFERENCES = {
-    "unused": _unused,
-    "others unused": _others_unused,
-    "frozen": _frozen,
-    "unsynchronised": _unsynchronised,
-    "kept": _kept,
-    "divided": _divided,
-    "divided alike": _divided_alike,
+CHANGES = {
+    "unused bias": _unused,
+    "other unused bias": _others_unused,
+    "frozen bias": _frozen,
+    "unsynchronised block": _unsynchronised,
+    "blocks kept unsharded": _kept,
+    "divide factor": _divided,
+    "divide factor as integer": _divided_alike,
 }
 
 
@@ -160,18 +160,18 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     """Train. Return the outputs and the final parameters. A rank that raises waits until the others raise too."""
     torch.manual_seed(0)
     loaded, blocks = load_library(library), Blocks(program.hidden)
-    is_astray = program.parts_at == 0 and (rank.rank == ASTRAY or program.alike)
-    options = SHARDED_WITH[program.by](loaded) if is_astray and program.by in SHARDED_WITH else None
+    is_astray = program.differs_at == 0 and (rank.rank == ASTRAY or program.alike)
+    options = ARGUMENTS[program.differs_by](loaded) if is_astray and program.differs_by in ARGUMENTS else None
     model = shard_blocks(loaded, blocks, program.api, options=options)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     tensors: list[torch.Tensor] = []
     step = 0
     try:
         for step, common in enumerate(program.orders):
-            is_astray = rank.rank == ASTRAY and step == program.parts_at
-            blocks.order = program.astray if is_astray and program.by == "order" else common
-            if step == program.parts_at and program.by in DIFFERENCES:
-                DIFFERENCES[program.by](blocks, is_astray or program.alike)
+            is_astray = rank.rank == ASTRAY and step == program.differs_at
+            blocks.order = program.other_order if is_astray and program.differs_by == "order" else common
+            if step == program.differs_at and program.differs_by in CHANGES:
+                CHANGES[program.differs_by](blocks, is_astray or program.alike)
             tensors += train_step(model, program.mode, seeding.generator(10 * step + rank.rank))
             optimizer.step()
             optimizer.zero_grad()
@@ -231,15 +231,15 @@ def wait_until_raised(ranks: int) -> None:
             time.sleep(0.05)
 
 
-def seen_of(library: Library, program: Program) -> SeenByRanks:
+def reports_of(library: Library, program: Program) -> RankReports:
     with RankPool(2, grace_s=GRACE_S) as pool:
         try:
-            together = pool.run(run, library=library.spec, program=replace(program, parts_at=None))
+            together = pool.run(run, library=library.spec, program=replace(program, differs_at=None))
             apart = pool.run(run, library=library.spec, program=program)
         except RankFault as fault:
-            return seen_in(fault)
+            return reports_in(fault)
     pairs = zip(together[1 - ASTRAY], apart[1 - ASTRAY], strict=True)
-    return SeenByRanks(is_right=all(torch.equal(*pair) for pair in pairs))
+    return RankReports(is_right=all(torch.equal(*pair) for pair in pairs))
 
 
 def fault_of(
@@ -256,13 +256,13 @@ def fault_of(
     return fault.value
 
 
-def seen_in(fault: RankFault) -> SeenByRanks:
+def reports_in(fault: RankFault) -> RankReports:
     raised = {failure.rank: failure.text for failure in fault.record.failures}
-    return SeenByRanks(raised, isinstance(fault, RanksDiverged))
+    return RankReports(raised, isinstance(fault, RanksDiverged))
 
 
 def reports_both(
-    outcome: SeenByRanks,
+    outcome: RankReports,
     astray: str = "gathered 'blocks.2'",
     other: str = "gathered 'blocks.1'",
     summary: str = "Forward order differs across ranks",  # torch's words
@@ -272,24 +272,26 @@ def reports_both(
     return len(outcome.raised) == 2 and all(re.search(reported, text) for text in outcome.raised.values())
 
 
-def steps_late(outcome: SeenByRanks, program: Program) -> list[int]:
+def steps_late(outcome: RankReports, program: Program) -> list[int]:
     """Return how many steps after the divergence the ranks raised, in ascending order."""
-    assert program.parts_at is not None
+    assert program.differs_at is not None
     raised_in = [re.match(r"in step (\d+): ", text) for text in outcome.raised.values()]
-    return sorted(int(step[1]) - program.parts_at for step in raised_in if step)
+    return sorted(int(step[1]) - program.differs_at for step in raised_in if step)
 
 
-def is_silently_wrong(outcome: SeenByRanks) -> bool:
+def is_silently_wrong(outcome: RankReports) -> bool:
     return not outcome.raised and not outcome.diverged and not outcome.is_right
 
 
-def judge_at_once(deviation: DeviationJudge, program: Program, *texts: str, are_alike: bool = False) -> None:
+def judge_raises_at_once(
+    deviation: DeviationJudge, program: Program, *texts: str, are_alike: bool = False
+) -> None:
     """Both ranks of the subject must raise the error that `reports_both` describes, in the step in which they diverge.
 
     torch's ranks issue collectives of unequal sizes. If the sizes are equal, torch silently computes wrong values.
     """
     deviation.judge(
-        lambda library: seen_of(library, program),
+        lambda library: reports_of(library, program),
         torch_does=is_silently_wrong if are_alike else lambda outcome: outcome.diverged,
         we_do=lambda outcome: reports_both(outcome, *texts) and steps_late(outcome, program) == [0, 0],
     )
@@ -297,14 +299,3 @@ def judge_at_once(deviation: DeviationJudge, program: Program, *texts: str, are_
 
 # Hidden elements of a block of realistic size, because ranks may exchange large messages over another transport.
 LARGE = 20_000
-
-
-def synchronise(rank: Rank, *, library: str) -> None:
-    """Wrap two blocks with `sync_module_states`, in the opposite order on one rank."""
-    blocks = [Bottleneck(8), Bottleneck(16)]
-    try:
-        for block in reversed(blocks) if rank.rank == ASTRAY else blocks:
-            load_library(library).find(FSDP)(block, device_id=torch.device("cpu"), sync_module_states=True)
-    except Exception:
-        wait_until_raised(rank.world_size)
-        raise
