@@ -235,7 +235,7 @@ _FAULTS: dict[str, Callable[[_Training], contextlib.AbstractContextManager[Any]]
     "pre hook": lambda training: training.units[1].register_forward_pre_hook(_fail),
     "post hook": lambda training: training.units[1].register_forward_hook(_fail),
     # Fail after all inner units have run.
-    "behind body": lambda training: training.model.body.register_forward_hook(_fail),
+    "after body": lambda training: training.model.body.register_forward_hook(_fail),
     "root post hook": lambda training: training.model.register_forward_hook(_fail),
     "loss": lambda training: mock.patch.object(training, "before_backward", _fail),
     "gather": lambda training: training.comm.failing(1),
@@ -272,7 +272,7 @@ class Api:
 _APIS = {"flat": Api("FSDP1"), "originals": Api("FSDP1", ORIGINALS), "fully_shard": Api("fully_shard")}
 each_api = pytest.mark.parametrize("api", _APIS.values(), ids=_APIS)
 each_sharding = pytest.mark.parametrize("api", [*_APIS.values(), Api("groups")], ids=[*_APIS, "groups"])
-_FORWARDS = ["forward", "interrupted", "pre hook", "post hook", "behind body", "root post hook", "loss"]
+_FORWARDS = ["forward", "interrupted", "pre hook", "post hook", "after body", "root post hook", "loss"]
 
 
 @clause("distributed.fsdp.failures.in_a_forward")
@@ -282,7 +282,7 @@ def test_training_continues_after_failed_forward(twins: Twins, api: Api) -> None
     for fails in _FORWARDS if api.name == "FSDP1" else [*_FORWARDS, "gather"]:
         for library in (twins.reference, twins.subject):
             actual = api.trains(twins, library, fails=fails)
-            assert does_as(expected, actual), f"behind {fails} got {actual}, expected {expected}"
+            assert does_as(expected, actual), f"after {fails} got {actual}, expected {expected}"
 
 
 def step_after_failed_forward(scene: Scene, *, api: str, fails: str = "") -> dict[str, Any]:
@@ -298,7 +298,7 @@ def step_after_failed_forward(scene: Scene, *, api: str, fails: str = "") -> dic
 
 @clause("distributed.fsdp.failures.in_a_forward")
 @pytest.mark.deviation("fsdp.step_after_failed_forward")
-@pytest.mark.parametrize("fails", ["interrupted", "behind body"])
+@pytest.mark.parametrize("fails", ["interrupted", "after body"])
 @each_sharding
 def test_step_after_failed_forward_counts(twins: Twins, api: Api, fails: str) -> None:
     program = step_after_failed_forward
@@ -306,6 +306,23 @@ def test_step_after_failed_forward_counts(twins: Twins, api: Api, fails: str) ->
     twins.judge(
         lambda library: api.runs(twins, library, program, fails=fails),
         we_do=lambda actual: does_as(expected, actual),
+    )
+
+
+def judge_like_training_without_failure(
+    twins: Twins, api: Api, *, checkpointing: str = "none", may_agree: bool = False, **how: Any
+) -> None:
+    """Judge training with a failure: the subject must train on like torch does without the failure.
+
+    `how` are arguments of `train`: where a step fails, what accumulates before it, and what clears its gradients.
+    """
+    without = {name: value for name, value in how.items() if name != "fails"}
+    expected = api.trains(twins, twins.reference, checkpointing, **without)
+    assert all(outcome.raised is None for outcome in expected), expected
+    twins.judge(
+        lambda library: api.trains(twins, library, checkpointing, **how),
+        we_do=lambda actual: does_as(expected, actual),
+        may_agree=may_agree,
     )
 
 
@@ -327,20 +344,20 @@ def test_step_after_failed_forward_counts(twins: Twins, api: Api, fails: str) ->
 def test_training_continues_after_failed_backward(
     twins: Twins, api: Api, fails: str, checkpointing: str
 ) -> None:
-    _judge(twins, api, fails=fails, checkpointing=checkpointing)
+    judge_like_training_without_failure(twins, api, fails=fails, checkpointing=checkpointing)
 
 
 @clause("distributed.fsdp.failures.in_a_backward")
 @pytest.mark.deviation("fsdp.behind_a_failed_backward")
 @pytest.mark.parametrize("api", ["flat", "originals"])
 def test_training_continues_after_failed_backward_of_moved_model(twins: Twins, api: str) -> None:
-    _judge(twins, _APIS[api], fails="moved")
+    judge_like_training_without_failure(twins, _APIS[api], fails="moved")
 
 
 @clause("distributed.fsdp.failures.in_a_backward")
 @pytest.mark.deviation("fsdp.behind_a_failed_backward")
 def test_training_continues_after_failed_gather_in_backward(twins: Twins) -> None:
-    _judge(twins, _APIS["fully_shard"], fails="gather in backward")
+    judge_like_training_without_failure(twins, _APIS["fully_shard"], fails="gather in backward")
 
 
 def losses_after_failed_backward(
@@ -390,7 +407,7 @@ def test_steps_run_after_failed_backward(twins: Twins, api: Api, calls_unit: boo
 @pytest.mark.parametrize("fails", ["unit backward", pytest.param("first unit", marks=FULL_PROFILE)])
 @each_api
 def test_gradients_of_earlier_backwards_count(twins: Twins, api: Api, accumulates: str, fails: str) -> None:
-    _judge(twins, api, fails=fails, accumulates=accumulates, clears=False)
+    judge_like_training_without_failure(twins, api, fails=fails, accumulates=accumulates, clears=False)
 
 
 @clause("distributed.fsdp.failures.in_a_backward")
@@ -398,7 +415,9 @@ def test_gradients_of_earlier_backwards_count(twins: Twins, api: Api, accumulate
 @each_api
 def test_gradients_of_earlier_backwards_are_cleared_by_the_model(twins: Twins, api: Api) -> None:
     """The model's `zero_grad` clears gradients even if the model is still in the backward that raised."""
-    _judge(twins, api, fails="inside unit", accumulates="synchronised", clears="model")
+    judge_like_training_without_failure(
+        twins, api, fails="inside unit", accumulates="synchronised", clears="model"
+    )
 
 
 @clause("distributed.fsdp.failures.in_a_backward")
@@ -409,7 +428,9 @@ def test_gradients_of_earlier_backwards_are_cleared_through_parameters(
     twins: Twins, api: str, accumulates: str
 ) -> None:
     """`parameters()` returns those that the optimizer steps, although a unit is in the backward that raised."""
-    _judge(twins, _APIS[api], fails="inside unit", accumulates=accumulates, clears="parameters")
+    judge_like_training_without_failure(
+        twins, _APIS[api], fails="inside unit", accumulates=accumulates, clears="parameters"
+    )
 
 
 @clause("distributed.fsdp.failures.in_a_backward")
@@ -422,7 +443,9 @@ def test_unsynchronised_gradients_are_cleared_by_the_optimizer(
     """The optimizer also clears gradients that the failed backward has already reduced."""
     how = {"fails": "first unit", "accumulates": "unsynchronised", "clears": clears}
     # In torch 2.15, reset_iter_state drops the gradients of the failed backward.
-    _judge(twins, api, **how, may_agree=api.name == "fully_shard" and is_torch_in(">=2.15"))
+    judge_like_training_without_failure(
+        twins, api, **how, may_agree=api.name == "fully_shard" and is_torch_in(">=2.15")
+    )
 
 
 @clause("distributed.fsdp.failures.gradients_in_part")
@@ -433,7 +456,9 @@ def test_partial_gradients_of_failed_backward_must_be_cleared(twins: Twins, api:
     how = {"fails": "first unit", "accumulates": "throughout", "clears": clears}
     if clears:
         # In torch 2.15, reset_iter_state drops the gradients of the failed backward.
-        _judge(twins, api, **how, may_agree=api.name == "fully_shard" and is_torch_in(">=2.15"))
+        judge_like_training_without_failure(
+            twins, api, **how, may_agree=api.name == "fully_shard" and is_torch_in(">=2.15")
+        )
         return
 
     def is_named(outcomes: RankOutcomes) -> bool:
@@ -445,17 +470,3 @@ def test_partial_gradients_of_failed_backward_must_be_cleared(twins: Twins, api:
         )
 
     twins.judge(lambda library: api.trains(twins, library, **how), we_do=is_named)
-
-
-def _judge(
-    twins: Twins, api: Api, *, checkpointing: str = "none", may_agree: bool = False, **how: Any
-) -> None:
-    """Judge a training with a failure: the subject must train on as torch does without the failure."""
-    without = {name: value for name, value in how.items() if name != "fails"}
-    expected = api.trains(twins, twins.reference, checkpointing, **without)
-    assert all(outcome.raised is None for outcome in expected), expected
-    twins.judge(
-        lambda library: api.trains(twins, library, checkpointing, **how),
-        we_do=lambda actual: does_as(expected, actual),
-        may_agree=may_agree,
-    )

@@ -337,7 +337,7 @@ def there_and_back_as_dtensors(scene: Scene) -> dict[str, Any]:
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.dtensor_without_mesh")
 @pytest.mark.deviation("fsdp.dtensor_without_mesh")
 @several_ranks
-def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
+def test_dtensor_states_of_process_group_round_trip(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         there_and_back_as_dtensors,
         Setup(wrap="leaves", ranks="group"),

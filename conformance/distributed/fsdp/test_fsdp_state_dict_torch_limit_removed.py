@@ -137,7 +137,7 @@ def test_local_state_dict_loads_on_every_replica(twins_of: TwinsOf) -> None:
 @clause("distributed.fsdp.fsdp_state_dict.dtensor_without_mesh")
 @pytest.mark.deviation("fsdp.dtensor_without_mesh")
 @pytest.mark.world_sizes(fewest=2, also=[3])
-def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
+def test_dtensor_state_dict_of_process_group_loads(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         state_dicts.loads_its_own,
         Setup(wrap="leaves", ranks="group"),

@@ -21,7 +21,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.outcome import Outcome, assert_same_outcome
 
 
-def checkpointed(scene: Scene, whole: bool) -> dict[str, Any]:
+def save_and_load(scene: Scene, whole: bool) -> dict[str, Any]:
     """Save with torch's helpers, train one step, and load into the same model and optimizer again."""
     model = blocks()
     scene.shard_children(model)
@@ -61,8 +61,8 @@ def checkpointed(scene: Scene, whole: bool) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.checkpoint_helpers")
 @pytest.mark.parametrize("whole", [False, True])
-def test_torchs_helpers_save_and_load(plain_twins: PlainTwins, whole: bool) -> None:
-    for outcome in plain_twins.agree(checkpointed, whole=whole):
+def test_loaded_states_repeat_step_like_torch(plain_twins: PlainTwins, whole: bool) -> None:
+    for outcome in plain_twins.agree(save_and_load, whole=whole):
         first, repeated = outcome.value["steps"]
         assert_same_outcome(Outcome(first), Outcome(repeated))
 
@@ -137,7 +137,7 @@ def _described(state: Any) -> Any:
 @clause("distributed.fsdp.fully_shard.whole_states")
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
-def test_states_are_put_together(plain_twins: PlainTwins, flat: bool, offloads: bool) -> None:
+def test_full_states_match_torch(plain_twins: PlainTwins, flat: bool, offloads: bool) -> None:
     plain_twins.agree(full_states, flat=flat, offloads=offloads)
 
 

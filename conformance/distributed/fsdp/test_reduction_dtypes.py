@@ -152,7 +152,9 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def _assert_rounded(outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes], schedule: str) -> None:
+def assert_rounded_by_dtypes(
+    outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes], schedule: str
+) -> None:
     for name, policy in POLICIES.items():
         dtypes = dtypes_of(policy)
         expected = expected_gradient(dtypes, len(outcomes), schedule)
@@ -185,6 +187,11 @@ def _by_fully_shard(
 
 
 def _gradients(scene: Scene, model: Any, schedule: str) -> list[Tensor]:
+    """Return the full gradients after `one` backward, or after several of another schedule.
+
+    `accumulated`: only the last one synchronises. `deferred`: only the last one reduces over replicas. `finalized`: none
+    reduces before `finalize_backward`.
+    """
     count = _count(schedule)
     if schedule == "finalized":
         model.set_manual_backward_finalization(True)
@@ -207,7 +214,7 @@ def _gradients(scene: Scene, model: Any, schedule: str) -> list[Tensor]:
 )
 def test_fully_shard_rounds_by_its_policy(plain_twins: PlainTwins, schedule: str, replicates: bool) -> None:
     outcomes = plain_twins.agree(of_fully_shard, tolerance=EXACT, schedule=schedule, replicates=replicates)
-    _assert_rounded(outcomes, _of_fully_shard, schedule)
+    assert_rounded_by_dtypes(outcomes, _of_fully_shard, schedule)
 
 
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
@@ -215,7 +222,7 @@ def test_fully_shard_rounds_by_its_policy(plain_twins: PlainTwins, schedule: str
 def test_fully_shard_rounds_by_its_policy_in_layers(plain_twins: PlainTwins, layers: Layers) -> None:
     arguments: dict[str, Any] = {"schedule": "accumulated", "replicates": False, "layers": layers}
     outcomes = plain_twins.agree(of_fully_shard, tolerance=EXACT, **arguments)
-    _assert_rounded(outcomes, _of_fully_shard, "accumulated")
+    assert_rounded_by_dtypes(outcomes, _of_fully_shard, "accumulated")
 
 
 @clause("distributed.fsdp.fully_shard.finalization_dtype")
@@ -225,7 +232,7 @@ def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
     plain_twins: PlainTwins, replicates: bool
 ) -> None:
     def is_rounded_by(dtypes_of: Callable[[Policy], Dtypes]) -> Callable[[RankOutcomes], bool]:
-        return lambda outcomes: holds(_assert_rounded, outcomes, dtypes_of, "accumulated")
+        return lambda outcomes: holds(assert_rounded_by_dtypes, outcomes, dtypes_of, "accumulated")
 
     def in_param_dtype(policy: Policy) -> Dtypes:
         dtypes = _of_fully_shard(policy)
@@ -241,9 +248,9 @@ def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
 
 
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
-def test_replicas_add_up_in_the_reduction_dtype(plain_twins_of: TwinsOf) -> None:
+def test_replicas_accumulate_reduced_gradients_in_reduction_dtype(plain_twins_of: TwinsOf) -> None:
     outcomes = plain_twins_of(2).agree(of_fully_shard, tolerance=EXACT, schedule="deferred", replicates=True)
-    _assert_rounded(outcomes, _of_fully_shard, "deferred")
+    assert_rounded_by_dtypes(outcomes, _of_fully_shard, "deferred")
 
 
 class _Replicated(nn.Module):
@@ -414,7 +421,7 @@ def _by_fsdp(scene: Scene, policy: Policy, schedule: str, strategy: str, layers:
 @pytest.mark.parametrize("schedule", ["one", "accumulated"])
 def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedule: str) -> None:
     outcomes = twins.agree(of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
-    _assert_rounded(outcomes, _of_fsdp, schedule)
+    assert_rounded_by_dtypes(outcomes, _of_fsdp, schedule)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
@@ -422,7 +429,7 @@ def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedul
 def test_fsdp_rounds_by_its_mixed_precision_in_layers(twins: Twins, layers: Layers) -> None:
     arguments: dict[str, Any] = {"schedule": "accumulated", "strategy": "FULL_SHARD", "layers": layers}
     outcomes = twins.agree(of_fsdp, tolerance=EXACT, **arguments)
-    _assert_rounded(outcomes, _of_fsdp, "accumulated")
+    assert_rounded_by_dtypes(outcomes, _of_fsdp, "accumulated")
 
 
 def of_existing_gradient(scene: Scene, *, strategy: str) -> Tensor:
