@@ -402,26 +402,6 @@ def test_forward_inside_summon_uses_mixed_precision(twins: Twins, wrapping: Wrap
     )
 
 
-def backward_beside_gradients(scene: Scene) -> None:
-    """Run a backward inside the context while full gradients are shown."""
-    scene.backward()
-    with scene.fsdp.summon_full_params(scene.model, with_grads=True):
-        scene.backward(1)
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.backward_beside_whole_gradients")
-@pytest.mark.world_sizes(fewest=2)
-@pytest.mark.parametrize("strategy", STRATEGIES[:2])
-def test_backward_beside_unsharded_gradients_is_refused(twins: Twins, strategy: str) -> None:
-    setup = leaf_by_leaf(strategy, use_orig_params=True)
-    twins.check_both(
-        lambda outcomes: all("grad" in str(outcome.raised) for outcome in outcomes),
-        backward_beside_gradients,
-        setup,
-        tree=SIMPLE,
-    )
-
-
 def restores_after_an_error(scene: Scene) -> dict[str, Any]:
     """Raise inside the context. Return the error, the restored shards and the next loss."""
 

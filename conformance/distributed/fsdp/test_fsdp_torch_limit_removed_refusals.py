@@ -10,8 +10,15 @@ from torch import nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.module_trees import loss_of
-from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each, raises
+from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene
+from conformance.distributed.fsdp.scenes.twins import (
+    STRATEGIES,
+    Twins,
+    both_kinds,
+    each,
+    leaf_by_leaf,
+    raises,
+)
 from conformance.judge.clauses import clause
 
 
@@ -165,3 +172,23 @@ def test_model_moved_to_meta_device_refuses_to_compute(cpu_twins: Twins, use_ori
 @pytest.mark.deviation("fsdp.returned_from_meta")
 def test_model_returns_from_meta_device(cpu_twins: Twins) -> None:
     cpu_twins.deviate_to_unsharded(moved_away, returns=True)
+
+
+def backward_beside_gradients(scene: Scene) -> None:
+    """Run a backward inside the context while full gradients are shown."""
+    scene.backward()
+    with scene.fsdp.summon_full_params(scene.model, with_grads=True):
+        scene.backward(1)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.backward_beside_whole_gradients")
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_backward_beside_unsharded_gradients_is_refused(twins: Twins, strategy: str) -> None:
+    setup = leaf_by_leaf(strategy, use_orig_params=True)
+    twins.check_both(
+        lambda outcomes: all("grad" in str(outcome.raised) for outcome in outcomes),
+        backward_beside_gradients,
+        setup,
+        tree=SIMPLE,
+    )

@@ -375,33 +375,6 @@ def test_ranks_without_elements_begin_new_sum(
     assert [outcome for _, *outcome in outcomes] == [[True, scale, skipped]] * len(outcomes)
 
 
-def limited(scene: Scene, *, limit: int) -> Any:
-    """Return after how many steps, which rank 1 spoils, the scaler with the limit raises, and the text."""
-    device, rank = scene.rank.device, scene.rank.rank
-    sharded, optimizer, its_scaler = _prepared(scene, "fully_shard", max_skipped_steps=limit)
-    for number in range(limit + 2):
-        optimizer.zero_grad()
-        inputs = batch(number, 0, rank).to(device) * (math.nan if rank == 1 else 1.0)
-        its_scaler.scale(sharded(inputs).sum()).backward()
-        its_scaler.step(optimizer)
-        error = tried(its_scaler.update)
-        if error is not None:
-            return number + 1, error
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-    return None
-
-
-@clause("distributed.fsdp.sharded_grad_scaler.constructor.max_skipped_steps")
-@pytest.mark.world_sizes(fewest=2)
-def test_too_many_skipped_steps_raise_on_all_ranks(twins: Twins, device: str) -> None:
-    """The error comes one update later on an accelerator."""
-    for steps, error in twins.values(limited, limit=3):
-        assert steps == (3 if device == "cpu" else 4)
-        assert "max_skipped_steps=3" in error
-        assert "weight" in error
-
-
 def unsynchronised_replicas(scene: Scene, *, is_inside: bool) -> Any:
     """Return the error of a microbatch in `no_sync` of DistributedDataParallel, or around it, and the gradients left.
 

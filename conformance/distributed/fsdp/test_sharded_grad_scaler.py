@@ -25,7 +25,7 @@ from conformance.distributed.fsdp.scenes.scaler_programs import (
     scales,
     stepped,
 )
-from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
@@ -317,6 +317,34 @@ def test_queries_answer_for_all_ranks(cpu_twins: Twins, optimizer: str) -> None:
     cpu_twins.judge(
         probe, torch_does=lambda answers: answers == [[None] * 3] * cpu_twins.world_size, we_do=is_ours
     )
+
+
+def skip_until_error(scene: Scene, *, limit: int) -> tuple[int, str] | None:
+    """Return after how many steps, which rank 1 spoils, the scaler with the limit raises, and the text."""
+    device = scene.rank.device
+    model = scene.shard(torch.nn.Linear(5, 2).to(device))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.125)
+    scaler = scene.library.find(SCALER)(device.type, max_skipped_steps=limit)
+    inputs = torch.full((4, 5), math.nan if scene.rank.rank == 1 else 1.0, device=device)
+    for number in range(limit + 2):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs).sum()).backward()
+        scaler.step(optimizer)
+        if (error := tried(scaler.update)) is not None:
+            return number + 1, error
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+    return None
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.constructor.max_skipped_steps")
+@pytest.mark.world_sizes(fewest=2)
+def test_too_many_skipped_steps_raise_on_all_ranks(twins: Twins, device: str) -> None:
+    """The error comes one update later on an accelerator."""
+    for steps, error in twins.values(skip_until_error, limit=3):
+        assert steps == (3 if device == "cpu" else 4)
+        assert "max_skipped_steps=3" in error
+        assert "weight" in error
 
 
 def older_protocol(scene: Scene) -> dict[str, Any]:
