@@ -148,7 +148,7 @@ def test_nonfinite_gradient_on_one_rank_reaches_all_norms(twins: Twins, strategy
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.without_gradients")
 @each_strategy
-def test_warns_without_gradients(twins: Twins, strategy: str) -> None:
+def test_clipping_without_gradients_warns(twins: Twins, strategy: str) -> None:
     outcomes = twins.agree(clip, Setup(strategy), max_norm=1.0, backwards=0)
     assert all(outcome.value["norm"].values == 0 for outcome in outcomes)
     if not twins.is_alone and strategy != "NO_SHARD":

@@ -33,7 +33,9 @@ DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
         pytest.param("NO_SHARD", "parts", True, marks=FULL_PROFILE),
     ],
 )
-def test_trains_compiled(twins: Twins, strategy: str, compiled: str, use_orig_params: bool) -> None:
+def test_compiled_model_trains_like_torch_and_unsharded(
+    twins: Twins, strategy: str, compiled: str, use_orig_params: bool
+) -> None:
     """Compile the wrapped root ("around") or the parts before they are wrapped ("parts"), with aot_eager.
 
     Every rank trains like torch's and like one unsharded process.

@@ -290,7 +290,7 @@ def test_host_waits_once_for_all_units(twins: Twins, device: str, use_orig_param
 
 
 def offloaded_training(strategy: str, use_orig_params: bool) -> Training:
-    """Train leaves as units, with parameters on the CPU. The second step accumulates in no_sync, the third evaluates."""
+    """Train leaves as units, with parameters on the CPU. One step accumulates in no_sync, and one evaluates first."""
     setup = replace(leaf_by_leaf(strategy, use_orig_params), offload_params=True)
     steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
     return Training(replace(TREE, dtype=torch.float64), setup, steps)

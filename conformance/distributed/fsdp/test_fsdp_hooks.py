@@ -312,14 +312,14 @@ def comm_hook_refused(scene: Scene, *, why: str) -> Any:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.refused")
 @pytest.mark.parametrize("why", ["an inner unit", "twice", "no callable"])
-def test_hooks_are_refused(twins: Twins, why: str) -> None:
+def test_invalid_comm_hook_is_refused(twins: Twins, why: str) -> None:
     assert "Error" in str(twins.agree(comm_hook_refused, FLAT, why=why)[0].value)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.refused")
 @pytest.mark.parametrize("why", ["replicas", "replicas of a part"])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-def test_hooks_are_refused_with_replicas(twins_of: TwinsOf, strategy: str, why: str) -> None:
+def test_comm_hook_is_refused_for_replicas(twins_of: TwinsOf, strategy: str, why: str) -> None:
     setup = Setup(strategy, ranks="meshes", shards=2)
     outcomes = twins_of(2).agree(comm_hook_refused, setup, why=why)
     assert "hybrid strategies" in str(outcomes[0].value)

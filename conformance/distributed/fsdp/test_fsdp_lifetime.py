@@ -71,14 +71,14 @@ def left_behind(scene: Scene, *, use_orig_params: bool, returns_input: bool = Fa
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.freed")
 @pytest.mark.world_sizes(fewest=2)
-def test_original_parameters_go_with_their_model(cpu_twins: Twins) -> None:
+def test_original_parameters_are_freed_with_model(cpu_twins: Twins) -> None:
     outcomes = cpu_twins.of_subject(left_behind, use_orig_params=True)
     assert nothing(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.freed")
 @pytest.mark.deviation("fsdp.models_are_freed")
-def test_flat_parameters_go_with_their_model(cpu_twins: Twins) -> None:
+def test_flat_parameters_are_freed_with_model(cpu_twins: Twins) -> None:
     cpu_twins.deviate(left_behind, use_orig_params=False, torch_does=something, we_do=nothing)
 
 

@@ -177,7 +177,7 @@ def classes(scene: Scene) -> dict[str, bool]:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.class_of_parameters")
 @flat_or_originals
-def test_optimizers_may_step_parameters_together(twins: Twins, setup: Setup) -> None:
+def test_parameters_have_class_nn_parameter(twins: Twins, setup: Setup) -> None:
     assert all({*outcome.value.values()} == {True} for outcome in twins.agree(classes, setup))
 
 

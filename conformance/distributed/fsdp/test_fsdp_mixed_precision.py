@@ -100,7 +100,7 @@ policies = st.fixed_dictionaries(
 @each_strategy
 @share_of_examples(0.4)
 @given(data=st.data(), policy=policies)
-def test_trains_in_mixed_precision(
+def test_mixed_precision_rounds_like_torch(
     twins: Twins, strategy: str, data: st.DataObject, policy: dict[str, Any]
 ) -> None:
     """Compare bit by bit, because a tolerance hides in which dtype gradients are accumulated, reduced and averaged."""
@@ -331,7 +331,7 @@ def full_precision_in_eval(scene: Scene) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
 @each_strategy
-def test_full_precision_in_eval_by_the_environment(twins: Twins, strategy: str) -> None:
+def test_environment_variable_sets_full_precision_in_eval(twins: Twins, strategy: str) -> None:
     setup = leaf_by_leaf(strategy, mixed_precision={"param_dtype": torch.bfloat16})
     outcomes = twins.agree(full_precision_in_eval, setup, tree=SIMPLE)
     dtypes = [weight_dtype for _, weight_dtype, _ in outcomes[0].value.values()]

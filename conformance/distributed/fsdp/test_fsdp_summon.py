@@ -427,7 +427,7 @@ def test_summon_restores_shards(twins: Twins, strategy: str, program: Any) -> No
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.offload_to_cpu")
 @pytest.mark.reference_limit("fsdp.summon_offloaded_to_cpu")
-def test_torch_cannot_offload_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
+def test_torch_cannot_offload_summoned_parameters_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
     """torch's ranks fail when they free the gathered parameters."""
     options = {"offload_to_cpu": True, "writeback": False}
     torch_cannot(unsharded, Setup(), options=options)

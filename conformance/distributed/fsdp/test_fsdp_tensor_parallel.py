@@ -389,7 +389,7 @@ def fit(scene: Scene, rank_at_fault: int) -> str:
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.loads_together")
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
-def test_loads_on_all_ranks_or_on_none(plain_twins_of: TwinsOf) -> None:
+def test_load_failure_on_one_rank_keeps_all_shards(plain_twins_of: TwinsOf) -> None:
     we_do = each(lambda value: value == "RuntimeError, unchanged: True")
     plain_twins_of(4).deviate(fit, rank_at_fault=1, we_do=we_do)
 
@@ -435,7 +435,7 @@ def resume(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
 @clause("distributed.fsdp.fsdp_tensor_parallel.resumes")
 @pytest.mark.deviation("fsdp.optimizer_state_of_dtensors")
 @_KINDS
-def test_training_is_resumed(mesh_twins: PlainTwins, parallel: Parallel, kind: str) -> None:
+def test_resumed_training_matches_unsharded(mesh_twins: PlainTwins, parallel: Parallel, kind: str) -> None:
     we_do = mesh_twins.like_unsharded(train, of="whole", parallel=parallel, steps=2)
     mesh_twins.deviate(resume, parallel=parallel, kind=kind, we_do=we_do)
 
@@ -456,7 +456,9 @@ def resume_by_older_methods(scene: Scene, parallel: Parallel) -> dict[str, Any]:
 @clause("distributed.fsdp.fsdp_tensor_parallel.resumes")
 @pytest.mark.deviation("fsdp.optimizer_state_of_dtensors")
 @_BOTH
-def test_training_is_resumed_by_older_methods(mesh_twins: PlainTwins, parallel: Parallel) -> None:
+def test_resumed_training_by_older_methods_matches_unsharded(
+    mesh_twins: PlainTwins, parallel: Parallel
+) -> None:
     we_do = mesh_twins.like_unsharded(train, of="whole", parallel=parallel, steps=2)
     mesh_twins.deviate(resume_by_older_methods, parallel=parallel, we_do=we_do, may_fault=True)
 
@@ -486,13 +488,13 @@ def test_norm_counts_each_element_once(mesh_twins: PlainTwins, parallel: Paralle
     [Parallel((1, 2), WITH_ORIGINALS), pytest.param(Parallel((1, 4), WITH_ORIGINALS), marks=FULL_PROFILE)],
     ids=str,
 )
-def test_originals_that_are_not_sharded_train(mesh_twins: PlainTwins, parallel: Parallel) -> None:
+def test_unsharded_original_dtensors_train_like_unsharded(mesh_twins: PlainTwins, parallel: Parallel) -> None:
     mesh_twins.deviate_to_unsharded(train, of="whole", parallel=parallel, torch_does=raise_an_error)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.originals")
 @pytest.mark.deviation("fsdp.original_dtensors")
 @FULL_PROFILE
-def test_originals_accumulate(plain_twins_of: TwinsOf) -> None:
+def test_gradients_of_original_dtensors_accumulate(plain_twins_of: TwinsOf) -> None:
     arguments = {"of": "whole", "parallel": _ORIGINALS, "torch_does": raise_an_error}
     plain_twins_of(4).deviate_to_unsharded(accumulate, **arguments)

@@ -68,7 +68,7 @@ def test_trains_on_more_ranks_than_some_parameters_have_elements(
     [leaf_by_leaf(use_orig_params=True), leaf_by_leaf("SHARD_GRAD_OP")],
     ids=lambda setup: setup.strategy,
 )
-def test_trains_units_of_real_sizes(twins_of: TwinsOf, setup: Setup, more_ranks: int) -> None:
+def test_units_of_real_sizes_train_like_torch(twins_of: TwinsOf, setup: Setup, more_ranks: int) -> None:
     twins_of(more_ranks).agree_on_training(Training(LARGE, setup, (Step(), Step())))
 
 

@@ -258,7 +258,7 @@ def without_a_backward(scene: Scene) -> dict[str, bool]:
 
 
 @clause("distributed.fsdp.fully_shard.without_a_backward")
-def test_forwards_alone_leave_nothing(plain_twins: PlainTwins) -> None:
+def test_forwards_without_backward_leave_no_hooks_or_objects(plain_twins: PlainTwins) -> None:
     for outcome in plain_twins.agree(without_a_backward):
         assert outcome.value == {"hooks": False, "objects": False}
 

@@ -237,7 +237,7 @@ _SEPARATE = "set_separate_reduce_scatter_group"
 
 @clause("distributed.fsdp.fully_shard.separate_groups")
 @pytest.mark.world_sizes(fewest=2)
-def test_gradients_go_by_a_group_of_their_own(plain_twins: PlainTwins) -> None:
+def test_reductions_use_separate_group(plain_twins: PlainTwins) -> None:
     """The model has five units: at first only the root uses the separate group, then all units, then none."""
     calls = (
         *(setting(_SEPARATE, recurse=False), *TRAIN),
@@ -312,7 +312,7 @@ def test_unit_unsharded_during_step_gets_stepped_values(plain_twins: PlainTwins,
 @clause("distributed.fsdp.fully_shard.reset_behind_a_backward")
 @pytest.mark.deviation("fully_shard.reset_of_accumulation")
 @pytest.mark.world_sizes(fewest=2)
-def test_gradients_of_a_failed_backward_are_gone(plain_twins: PlainTwins) -> None:
+def test_reset_drops_gradients_of_failed_backward(plain_twins: PlainTwins) -> None:
     """The user must clear gradients that the failed backward has already stored in `.grad`."""
     calls = (*TRAIN, UnitCall("fail_backward", 1), RESET, CLEAR, *TRAIN)
     # The evaluation uses up the batch of the failed backward.
@@ -322,7 +322,7 @@ def test_gradients_of_a_failed_backward_are_gone(plain_twins: PlainTwins) -> Non
 @clause("distributed.fsdp.fully_shard.reset_of_accumulation")
 @pytest.mark.deviation("fully_shard.reset_of_accumulation")
 @pytest.mark.world_sizes(fewest=2)
-def test_gradients_that_were_not_synchronised_are_gone(plain_twins: PlainTwins) -> None:
+def test_reset_drops_unsynchronised_gradients(plain_twins: PlainTwins) -> None:
     calls = (sync(False), FORWARD, BACKWARD, RESET, sync(True), *TRAIN)
     judge_by_final_state(plain_twins, calls, (sync(False), EVALUATE, sync(True), *TRAIN))
 

@@ -110,7 +110,7 @@ def uneven(scene: Scene) -> str:
 
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.world_sizes(fewest=2)
-def test_refuses_uneven_columns(plain_twins: PlainTwins) -> None:
+def test_uneven_columns_are_refused(plain_twins: PlainTwins) -> None:
     assert raises(NotImplementedError, "uneven sharding")(plain_twins.agree(uneven, may_raise=True))
 
 
@@ -328,7 +328,7 @@ def from_meta(scene: Scene, materialises: str) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.parametrize("materialises", ["", "filled", "loaded"])
-def test_begins_on_the_meta_device(plain_twins: PlainTwins, materialises: str) -> None:
+def test_model_materialised_from_meta_trains(plain_twins: PlainTwins, materialises: str) -> None:
     outcomes = plain_twins.agree(from_meta, may_raise=not materialises, materialises=materialises)
     if not materialises:
         assert raises(RuntimeError, "materialized from meta device")(outcomes), outcomes
@@ -373,7 +373,7 @@ def clipped(scene: Scene, by: str) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("by", ["2", "inf", "value"])
-def test_gradients_are_clipped(plain_twins: PlainTwins, by: str) -> None:
+def test_functions_of_torch_clip_sharded_gradients(plain_twins: PlainTwins, by: str) -> None:
     assert any(outcome.value["clips"] for outcome in plain_twins.agree(clipped, by=by))
 
 
@@ -405,7 +405,7 @@ def scaled(scene: Scene, overflows: bool) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("overflows", [False, True])
-def test_steps_are_scaled(plain_twins: PlainTwins, overflows: bool) -> None:
+def test_grad_scaler_of_torch_skips_step_on_all_ranks(plain_twins: PlainTwins, overflows: bool) -> None:
     for outcome in plain_twins.agree(scaled, overflows=overflows):
         assert outcome.value["scales"] == ([4.0, 8.0] if overflows else [16.0, 32.0])
 
@@ -449,7 +449,7 @@ def forward_method(scene: Scene, registers: bool) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.register_fsdp_forward_method")
 @pytest.mark.parametrize("registers", [True, False])
-def test_other_methods_compute(plain_twins: PlainTwins, registers: bool) -> None:
+def test_registered_method_gathers_like_forward(plain_twins: PlainTwins, registers: bool) -> None:
     outcomes = plain_twins.agree(forward_method, may_raise=not registers, registers=registers)
     if not registers:
         assert raises(RuntimeError, "mixed torch.Tensor and DTensor")(outcomes), outcomes
@@ -474,5 +474,5 @@ def shared_context(scene: Scene) -> dict[str, Any]:
 
 
 @clause("distributed.fsdp.fully_shard.share_comm_ctx")
-def test_two_models_share(plain_twins: PlainTwins) -> None:
+def test_roots_with_shared_streams_train(plain_twins: PlainTwins) -> None:
     plain_twins.agree(shared_context)

@@ -184,7 +184,7 @@ def unpadded(scene: Scene) -> str:
 
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.world_sizes(fewest=2)
-def test_refuses_what_is_gathered_without_padding(plain_twins: PlainTwins) -> None:
+def test_extension_without_padding_is_refused(plain_twins: PlainTwins) -> None:
     """Check the last rank, whose shard has fewer rows than the others."""
     *_, last = plain_twins.agree(unpadded)
     assert str(last.value).startswith("AssertionError: When a parameter is unevenly sharded by FSDP")

@@ -97,7 +97,7 @@ def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
     ],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_shards_over_named_dimensions(
+def test_named_mesh_dimensions_shard_like_torch(
     plain_twins_of: TwinsOf,
     *,
     dims: dict[str, Any],

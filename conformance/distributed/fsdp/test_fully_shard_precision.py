@@ -74,7 +74,7 @@ def of_complex(
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 @pytest.mark.parametrize("has_scale", [False, True], ids=["alone", "beside real ones"])
 @pytest.mark.parametrize("replicates", [False, True], ids=["sharded", "replicated"])
-def test_trains_complex_parameters(
+def test_complex_parameters_train_like_torch(
     plain_twins: PlainTwins, dtype: torch.dtype, has_scale: bool, replicates: bool
 ) -> None:
     plain_twins.agree(of_complex, dtype=dtype, has_scale=has_scale, replicates=replicates, policy={})
@@ -171,7 +171,7 @@ def test_real_reduce_dtype_accumulates_complex_gradients(plain_twins: PlainTwins
     ],
     ids=["lower", "lower than double", "higher", "as low"],
 )
-def test_accumulates_with_torchs_roundings(
+def test_accumulated_gradients_are_rounded_like_torch(
     plain_twins: PlainTwins, policy: Mapping[str, torch.dtype], dtype: torch.dtype
 ) -> None:
     plain_twins.agree(accumulated, policy=policy, dtype=dtype)
@@ -242,7 +242,7 @@ def _trained(scene: Scene, model: Mixed, thaws: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize(
     "thaws", ["", "inner", "router"], ids=["trained", "thaws alone", "thaws with others"]
 )
-def test_trains_parameters_of_two_dtypes(plain_twins: PlainTwins, thaws: str) -> None:
+def test_parameters_of_two_dtypes_train_like_unsharded(plain_twins: PlainTwins, thaws: str) -> None:
     expected, *_ = plain_twins.of_subject(of_two_dtypes_unsharded, thaws=thaws)
     # torch 2.15 requires one dtype only of the parameters that are trainable at first, so it trains thawed ones.
     may_agree = thaws == "inner" and is_torch_in(">=2.15")
@@ -276,7 +276,7 @@ def of_float8(scene: Scene) -> dict[str, Tensor | None]:
 
 
 @clause("distributed.fsdp.fully_shard.dtypes_in_a_group")
-def test_trains_beside_frozen_float8(plain_twins: PlainTwins) -> None:
+def test_adapter_beside_frozen_float8_weight_trains(plain_twins: PlainTwins) -> None:
     plain_twins.agree(of_float8)
     plain_twins.agree_with_unsharded(of_float8)
 
@@ -362,7 +362,7 @@ def _average(grads: Sequence[Tensor]) -> Tensor:
     ],
     ids=["masters", "masters alone", "in full apart", "each otherwise"],
 )
-def test_computes_reduces_and_steps_by_parameter(
+def test_precision_policy_per_parameter_trains_like_unsharded(
     plain_twins: PlainTwins, everywhere: Dtypes, apart: Mapping[str, Dtypes]
 ) -> None:
     expected, actual = (

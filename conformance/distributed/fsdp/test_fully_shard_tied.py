@@ -210,14 +210,14 @@ def around(scene: Scene, trained: bool, zeros: bool) -> dict[str, torch.Tensor |
 @pytest.mark.parametrize(
     ("trained", "zeros"), [(True, False), (False, False), (True, True)], ids=["trained", "frozen", "zeros"]
 )
-def test_owners_wait_for_what_is_around_them(plain_twins: PlainTwins, trained: bool, zeros: bool) -> None:
+def test_owner_unit_waits_for_unit_around_it(plain_twins: PlainTwins, trained: bool, zeros: bool) -> None:
     """The unit around an owner uses its weight after the owner's backward, and after a failed forward of the owner."""
     plain_twins.deviate_to_unsharded(around, trained=trained, zeros=zeros)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
-def test_owners_are_unsharded_where_others_need_them(plain_twins: PlainTwins) -> None:
+def test_owner_unit_is_unsharded_for_backward_of_sharer(plain_twins: PlainTwins) -> None:
     """The owner is an embedding, which is not unsharded for its backward. The last layer needs the weight there."""
     plain_twins.deviate_to_unsharded(tied, units=("embed", "body.2"), not_unsharded="embed")
 
@@ -248,7 +248,7 @@ def shifted(scene: Scene) -> dict[str, torch.Tensor | None]:
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
-def test_owners_are_unsharded_where_others_need_nothing(plain_twins: PlainTwins) -> None:
+def test_owner_unit_is_unsharded_after_sharer_without_unshard(plain_twins: PlainTwins) -> None:
     """The sharer whose backward runs first is not unsharded for it."""
     plain_twins.deviate_to_unsharded(shifted)
 
@@ -276,7 +276,7 @@ def unsharded(scene: Scene, has_run: bool, waits: bool) -> dict[str, Any]:
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.parametrize("has_run", [False, True], ids=["before the first forward", "behind a step"])
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "by its handle"])
-def test_modules_unshard_what_others_own(plain_twins: PlainTwins, has_run: bool, waits: bool) -> None:
+def test_sharer_unshards_parameter_of_owner(plain_twins: PlainTwins, has_run: bool, waits: bool) -> None:
     plain_twins.deviate_to_unsharded(unsharded, has_run=has_run, waits=waits)
 
 
@@ -303,7 +303,7 @@ def prefetched(scene: Scene) -> list[Any]:
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.world_sizes(fewest=2)
-def test_prefetching_gathers_what_others_own(plain_twins: PlainTwins) -> None:
+def test_prefetch_of_sharer_gathers_parameter_of_owner(plain_twins: PlainTwins) -> None:
     forward = ["FSDPSequential", "gather", "FSDPEmbedding", "gather", "FSDPLinear", "FSDPLinear"]
     plain_twins.deviate(prefetched, we_do=each(lambda events: events == [*forward, "gather", "backward"]))
 

@@ -277,7 +277,7 @@ def whole_assigned(scene: Scene) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.whole_assigned")
 @pytest.mark.deviation("fully_shard.whole_assigned")
-def test_assignment_of_whole_tensors_names_them(plain_twins: PlainTwins) -> None:
+def test_assignment_of_full_tensors_raises_with_their_names(plain_twins: PlainTwins) -> None:
     def names(value: Any) -> bool:
         raised = str(value["raised"])
         return raised.startswith("RuntimeError") and "0.inner.weight" in raised and value["is as before"]

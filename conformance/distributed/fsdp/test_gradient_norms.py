@@ -96,7 +96,9 @@ def test_norms_on_every_rank_are_those_of_unsharded_model(
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.gradient_norms")
 @EACH_SCALER
-def test_norms_of_disabled_scaler(twins_of: TwinsOf, device: str, scaler: str) -> None:
+def test_disabled_scaler_returns_norms_of_unsharded_model(
+    twins_of: TwinsOf, device: str, scaler: str
+) -> None:
     arguments: dict[str, Any] = {"layout": "dtensor", "kind": "sgd", "norm_type": 2.0, "enabled": False}
     expected = [grad.double().norm().item() for grad in unsharded("dtensor")]
     for _, norms in twins_of(2, device).values(joint_norm_and_norms, scaler=scaler, **arguments):

@@ -189,8 +189,8 @@ def _by_fully_shard(
 def _gradients(scene: Scene, model: Any, schedule: str) -> list[Tensor]:
     """Return the full gradients after `one` backward, or after several of another schedule.
 
-    `accumulated`: only the last one synchronises. `deferred`: only the last one reduces over replicas. `finalized`: none
-    reduces before `finalize_backward`.
+    Only the last one synchronises if they are `accumulated`, and only the last one reduces over replicas if they are
+    `deferred`. None reduces before `finalize_backward` if they are `finalized`.
     """
     count = _count(schedule)
     if schedule == "finalized":

@@ -48,7 +48,7 @@ WITH_AND_WITHOUT_UNSCALE = pytest.mark.parametrize("unscale", [True, False], ids
 
 @clause("distributed.fsdp.sharded_grad_scaler.sequences.any")
 @given(data=st.data())
-def test_any_sequence_of_calls(twins: Twins, data: st.DataObject) -> None:
+def test_any_sequence_of_calls_matches_torch(twins: Twins, data: st.DataObject) -> None:
     assert_calls_match_torch(twins, data.draw(plans(twins.world_size)))
 
 
@@ -57,7 +57,9 @@ def test_any_sequence_of_calls(twins: Twins, data: st.DataObject) -> None:
 @pytest.mark.parametrize("more_ranks", [3, 4])
 @share_of_examples(0.3)
 @given(data=st.data())
-def test_any_sequence_of_calls_on_more_ranks(twins_of: TwinsOf, more_ranks: int, data: st.DataObject) -> None:
+def test_any_sequence_of_calls_on_more_ranks_matches_torch(
+    twins_of: TwinsOf, more_ranks: int, data: st.DataObject
+) -> None:
     assert_calls_match_torch(twins_of(more_ranks), data.draw(plans(more_ranks)))
 
 
@@ -81,7 +83,9 @@ def test_inf_on_one_rank_skips_step_on_all(
 @pytest.mark.parametrize(
     ("before", "after"), [(math.inf, 0.0), (None, math.inf)], ids=["inf replaced", "inf added"]
 )
-def test_gradients_that_are_edited_after_unscaling(twins: Twins, before: float | None, after: float) -> None:
+def test_flag_of_unscaling_decides_after_gradients_are_edited(
+    twins: Twins, before: float | None, after: float
+) -> None:
     """The flag of `unscale_` decides, on ranks that edited their gradients later and on ranks that did not."""
     last = twins.world_size - 1
     calls = (
@@ -120,7 +124,7 @@ def test_inf_in_accumulated_backward_skips_step(twins: Twins, unscale: bool) -> 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("optimizer", SKIPPING_FOR_THEMSELVES)
 @pytest.mark.world_sizes(fewest=2)
-def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, bad: int) -> None:
+def test_inf_on_one_rank_skips_amp_aware_steps_on_all(cpu_twins: Twins, optimizer: str, bad: int) -> None:
     """All ranks of the subject skip the step and lower the scale if one rank finds inf.
 
     With torch, only that rank does.
@@ -140,7 +144,7 @@ def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, b
 @clause("distributed.fsdp.sharded_grad_scaler.step.amp_aware_after_unscaling")
 @pytest.mark.deviation("sharded_grad_scaler.found_inf_of_one_shape")
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused adamw"])
-def test_fused_optimizers_after_unscaling(twins: Twins, optimizer: str) -> None:
+def test_fused_optimizers_step_after_unscaling(twins: Twins, optimizer: str) -> None:
     world_size = twins.world_size
     calls = iterations(None, one_bad(world_size - 1, world_size), None, unscale=True)
     plan = ScalerProgram(parts(world_size), calls, (optimizer,), options=INIT_SCALE_8)
@@ -205,7 +209,9 @@ def test_found_inf_of_several_ranks_is_one(twins_of: TwinsOf, more_ranks: int, o
 )
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
-def test_ranks_without_gradients(twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool) -> None:
+def test_ranks_without_gradients_count_clean_steps(
+    twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool
+) -> None:
     """Run once with gradients only on rank 0, then without gradients on any rank."""
     calls = iterations(None, None, None, unscale=unscale)
     for bare in (tuple(range(1, more_ranks)), tuple(range(more_ranks))):
@@ -394,7 +400,7 @@ def train(
 
 @clause("distributed.fsdp.sharded_grad_scaler.training.fsdp")
 @pytest.mark.parametrize("low_precision", [False, True], ids=["float32", "float16"])
-def test_torchs_fsdp_trains_under_it(twins: Twins, low_precision: bool) -> None:
+def test_fsdp_of_torch_trains_with_scaler(twins: Twins, low_precision: bool) -> None:
     """Every rank trains on its own data, and one rank gets an inf."""
     world_size = twins.world_size
     grad_outcomes = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)

@@ -94,7 +94,7 @@ def test_failure_on_one_rank_is_reported_to_peers(twins_of: TwinsOf, failure: st
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.errors.reported_to_peers")
-def test_all_ranks_fail_alike(twins: Twins) -> None:
+def test_calls_that_raise_on_all_ranks_change_nothing(twins: Twins) -> None:
     """Calls that raise on all ranks change nothing, so later calls work as if they had not been made."""
     names = (
         *("unscale_", "step", "update", "backward", "step_with_closure", "update", "unscale_"),
@@ -129,7 +129,7 @@ def test_group_without_this_rank_is_refused(twins_of: TwinsOf) -> None:
 @pytest.mark.deviation("sharded_grad_scaler.pickles_without_its_group")
 @pytest.mark.parametrize("way", ["through_a_pickle", "through_a_deep_copy"])
 @pytest.mark.world_sizes(fewest=2)
-def test_pickles_of_the_default_group(cpu_twins: Twins, way: str) -> None:
+def test_copied_scaler_decides_over_default_group(cpu_twins: Twins, way: str) -> None:
     skipped = iteration(one_bad(1, cpu_twins.world_size))
     plan = ScalerProgram(
         parts(cpu_twins.world_size),
@@ -148,7 +148,7 @@ def test_pickles_of_the_default_group(cpu_twins: Twins, way: str) -> None:
 @clause("distributed.fsdp.sharded_grad_scaler.pickle.without_group")
 @pytest.mark.deviation("sharded_grad_scaler.pickles_without_its_group")
 @pytest.mark.parametrize("way", ["through_a_pickle", "through_a_deep_copy"])
-def test_pickles_of_another_group(twins_of: TwinsOf, way: str) -> None:
+def test_copied_scaler_of_another_group_raises_until_group_is_set(twins_of: TwinsOf, way: str) -> None:
     """The unpickled scaler raises until a group is assigned, because the default group would be wrong."""
     twins = twins_of(2)
     calls = (*iteration(), ScalerCall(way), *iteration(unscale=True), ScalerCall("hold_world"), *iteration())

@@ -42,7 +42,7 @@ ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.arguments")
 @given(options=st.fixed_dictionaries({}, optional=ARGUMENTS))
-def test_arguments_take_effect(twins: Twins, options: dict[str, Any]) -> None:
+def test_constructor_arguments_match_torch(twins: Twins, options: dict[str, Any]) -> None:
     calls = iterations(None, None, one_bad(0, twins.world_size), None)
     plan = ScalerProgram(parts(twins.world_size), calls, options=options)
     assert_calls_match_torch(twins, plan)
@@ -73,7 +73,7 @@ def test_defaults_and_arguments_by_position(subject: Library, device: str) -> No
     ],
     ids=str,
 )
-def test_bad_arguments(compare: Compare, device: str, arguments: dict[str, Any]) -> None:
+def test_invalid_arguments_raise_like_torch(compare: Compare, device: str, arguments: dict[str, Any]) -> None:
     def made(library: Library) -> dict[str, Any]:
         return entries(library.find(SCALER)(device, **arguments))
 
@@ -83,7 +83,7 @@ def test_bad_arguments(compare: Compare, device: str, arguments: dict[str, Any])
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.device")
 @pytest.mark.parametrize("where", ["cpu", "cuda", "xpu", None])
 @pytest.mark.parametrize("cuda_is_there", [True, False])
-def test_device_and_the_warning_without_cuda(
+def test_scaler_without_cuda_warns_like_torch(
     compare: Compare, monkeypatch: pytest.MonkeyPatch, where: str | None, cuda_is_there: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda_is_there)
@@ -97,7 +97,7 @@ def test_device_and_the_warning_without_cuda(
 
 @clause("distributed.fsdp.sharded_grad_scaler.enabled.off")
 @pytest.mark.parametrize("optimizer", ["recording", "aware"])
-def test_switched_off(twins: Twins, optimizer: str) -> None:
+def test_disabled_scaler_changes_and_communicates_nothing(twins: Twins, optimizer: str) -> None:
     grad_outcomes = (math.inf,) * twins.world_size
     calls = (
         ScalerCall("scale", argument=torch.ones(2)),
@@ -161,7 +161,7 @@ def test_scale_rejects_inputs_that_are_not_tensors(compare: Compare, device: str
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("shape", [(), (2,)], ids=str)
 @pytest.mark.parametrize("nested", [False, True])
-def test_low_precision_losses(
+def test_low_precision_losses_are_scaled_in_float32(
     deviation: DeviationJudge, device: str, dtype: torch.dtype, shape: tuple[int, ...], nested: bool
 ) -> None:
     """The loss's gradient is the scale, in the dtype of the loss."""
@@ -203,7 +203,7 @@ def test_host_loss_is_scaled(deviation: DeviationJudge, device: str) -> None:
 @clause("distributed.fsdp.sharded_grad_scaler.unscale_.divides")
 @pytest.mark.parametrize("scale", [3.0, 1024.0])
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32, torch.float64], ids=str)
-def test_unscale_divides(twins: Twins, dtype: torch.dtype, scale: float) -> None:
+def test_unscale_divides_gradients_of_one_optimizer(twins: Twins, dtype: torch.dtype, scale: float) -> None:
     """Gradients are divided even if a peer finds nan. Gradients of another optimizer are unchanged."""
     world_size = twins.world_size
     calls: tuple[ScalerCall, ...] = ()
@@ -223,7 +223,7 @@ def test_unscale_divides(twins: Twins, dtype: torch.dtype, scale: float) -> None
 @clause("distributed.fsdp.sharded_grad_scaler.unscale_.sparse")
 @pytest.mark.parametrize("value", [2.0, 40000.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> None:
+def test_inf_in_sparse_gradients_skips_step(twins: Twins, dtype: torch.dtype, value: float) -> None:
     """The last rank has sparse gradients.
 
     In float16, the sum of two values 40000 in one row is inf, though neither value is.
@@ -257,7 +257,7 @@ def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> Non
     ],
     ids=str,
 )
-def test_new_scale(twins: Twins, new_scale: Any) -> None:
+def test_new_scale_replaces_backoff(twins: Twins, new_scale: Any) -> None:
     """The new scale replaces the backoff after an inf."""
     world_size = twins.world_size
     calls = (*iteration(one_bad(0, world_size))[:-1], ScalerCall("update", argument=new_scale), *iteration())
@@ -267,7 +267,7 @@ def test_new_scale(twins: Twins, new_scale: Any) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.update.moves_the_scale")
 @pytest.mark.parametrize("interval", [1, 3])
-def test_growth_and_backoff(twins: Twins, interval: int) -> None:
+def test_inf_on_any_rank_restarts_growth(twins: Twins, interval: int) -> None:
     """An inf on any rank restarts the count of clean steps. State dicts contain the count."""
     world_size = twins.world_size
     calls: tuple[ScalerCall, ...] = ()

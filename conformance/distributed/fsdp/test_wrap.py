@@ -101,7 +101,7 @@ def test_transformer_policy_wraps_listed_classes(compare: Compare, classes: tupl
 
 @clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
 @pytest.mark.parametrize("container", [list, tuple, frozenset])
-def test_transformer_classes_in_any_collection(compare: Compare, container: Callable[[Any], Any]) -> None:
+def test_transformer_policy_accepts_any_collection(compare: Compare, container: Callable[[Any], Any]) -> None:
     def call_policy(wrap: Any) -> Any:
         policy = wrap.transformer_auto_wrap_policy
         return [policy(module, False, 0, container({Block})) for module in _MODULES.values()]
@@ -111,13 +111,13 @@ def test_transformer_classes_in_any_collection(compare: Compare, container: Call
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
 @pytest.mark.parametrize("numel", [0, 1, 5, 10**8])
-def test_size_at_the_threshold(compare: Compare, numel: int) -> None:
+def test_size_policy_wraps_from_threshold(compare: Compare, numel: int) -> None:
     policy = Policy("size_based_auto_wrap_policy", numel=numel)
     compare_policy(compare, policy, numel - 1, numel, numel + 1)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
-def test_default_size(compare: Compare) -> None:
+def test_size_policy_has_default_of_torch(compare: Compare) -> None:
     def call_policy(wrap: Any) -> Any:
         return [wrap.size_based_auto_wrap_policy(nn.ReLU(), False, 10**8 + more) for more in (-1, 0, 1)]
 
@@ -165,7 +165,7 @@ def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None
 
 @clause("distributed.fsdp.wrap.policies.chosen_one_by_one")
 @given(tree=trees(shares=True), policies=st.lists(ONE_BY_ONE, min_size=1, max_size=2))
-def test_functions_choose_alike(
+def test_policy_functions_choose_modules_of_torch(
     subject: Library, reference: Library, tree: Tree, policies: list[Policy]
 ) -> None:
     """Use the policies of each library in torch's walk over the tree."""
@@ -205,7 +205,7 @@ _ROOT_KWARGS = {"forward_prefetch": False, "mixed_precision": "some", "use_orig_
 
 @clause("distributed.fsdp.wrap.policies.chosen_from_the_tree")
 @given(tree=trees(shares=True), policy=SEEING_THE_TREE)
-def test_classes_choose_alike(compare: Compare, tree: Tree, policy: Policy) -> None:
+def test_policy_classes_choose_modules_of_torch(compare: Compare, tree: Tree, policy: Policy) -> None:
     def choices(library: Library) -> Any:
         kwargs = dict(_ROOT_KWARGS)
         return _run(policy.of(library), tree.build(), kwargs), kwargs
@@ -223,7 +223,7 @@ def test_classes_choose_alike(compare: Compare, tree: Tree, policy: Policy) -> N
     ],
     ids=["ModuleWrapPolicy", "CustomPolicy", "CustomPolicy, a dict"],
 )
-def test_arguments_are_each_modules_own(compare: Compare, policy: Policy) -> None:
+def test_units_get_separate_arguments(compare: Compare, policy: Policy) -> None:
     def choices(library: Library) -> Any:
         built, kwargs = Tree(Node("sequential", (Node("linear"), Node("linear")))).build(), dict(_ROOT_KWARGS)
         built_policy = policy.of(library)
@@ -293,7 +293,7 @@ _BAD: dict[str, Callable[[Any], Any]] = {
 
 @clause("distributed.fsdp.wrap.policies.bad_arguments")
 @pytest.mark.parametrize("call", list(_BAD))
-def test_bad_arguments(compare: Compare, call: str) -> None:
+def test_invalid_arguments_raise_like_torch(compare: Compare, call: str) -> None:
     def call_policy(wrap: Any) -> bool | None:
         answer = _BAD[call](wrap)
         return answer if isinstance(answer, bool) else None
@@ -302,7 +302,7 @@ def test_bad_arguments(compare: Compare, call: str) -> None:
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
-def test_classes_that_change_later(compare: Compare) -> None:
+def test_module_wrap_policy_copies_its_classes(compare: Compare) -> None:
     def call_policy(wrap: Any) -> Any:
         classes = {Block}
         policy = wrap.ModuleWrapPolicy(classes)

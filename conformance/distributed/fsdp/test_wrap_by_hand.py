@@ -43,7 +43,7 @@ def test_enable_wrap_wraps_with_arguments(
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.wraps")
-def test_wraps_the_very_module(compare: Compare) -> None:
+def test_wrapper_contains_module_itself(compare: Compare) -> None:
     def question(wrap: Any) -> bool:
         module = nn.Linear(2, 2)
         with wrap.enable_wrap(wrapper_cls=StandInWrapper):
@@ -99,7 +99,7 @@ def test_enable_wrap_works_as_decorator(compare: Compare) -> None:
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.not_nested")
-def test_not_nested(compare: Compare) -> None:
+def test_nested_enable_wrap_is_refused(compare: Compare) -> None:
     def question(wrap: Any) -> Any:
         def inner() -> None:
             with wrap.enable_wrap(wrapper_cls=_made, b=2):
@@ -137,7 +137,7 @@ _BAD_WRAPPERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 @clause("distributed.fsdp.wrap.enable_wrap.bad_arguments")
 @pytest.mark.parametrize("call", list(_BAD_WRAPPERS))
-def test_bad_wrappers(compare: Compare, call: str) -> None:
+def test_invalid_wrappers_raise_like_torch(compare: Compare, call: str) -> None:
     args, kwargs = _BAD_WRAPPERS[call]
 
     def question(wrap: Any) -> Any:
@@ -158,5 +158,5 @@ def test_wrap_outside_of_enable_wrap_returns_module(compare: Compare, kwargs: di
 
 
 @clause("distributed.fsdp.wrap.wrap.outside")
-def test_outside_without_a_module(compare: Compare) -> None:
+def test_wrap_without_module_raises_like_torch(compare: Compare) -> None:
     compare_wrap(compare, lambda wrap: wrap.wrap())

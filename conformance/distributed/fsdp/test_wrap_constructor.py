@@ -60,7 +60,7 @@ def units(library: Library, model: nn.Module) -> list[tuple[str, Any]]:
     ),
     use_orig_params=st.booleans(),
 )
-def test_units_are_torchs(
+def test_policy_makes_units_of_torch(
     compare: Compare,
     tree: Tree,
     policy: Policy,
@@ -83,7 +83,7 @@ def test_units_are_torchs(
 
 @clause("distributed.fsdp.wrap.auto_wrap.units")
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
-def test_wrapped_already(compare: Compare, policy: Policy) -> None:
+def test_module_wrapped_before_is_refused(compare: Compare, policy: Policy) -> None:
     def outcome(library: Library) -> Outcome:
         inner = sharded(library, nn.Linear(3, 3), None)
         root = nn.Sequential(nn.Linear(3, 3), nn.Sequential(inner))
