@@ -109,13 +109,9 @@ def hooks_of_parameters(scene: Scene) -> list[str]:
     events: list[str] = []
     for name, parameter in scene.model.named_parameters():
         if parameter.numel():
-            parameter.register_post_accumulate_grad_hook(_noting(events, clean(name)))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(clean(name)))
     scene.backward()
     return sorted(events)
-
-
-def _noting(events: list[Any], name: str) -> Any:
-    return lambda _: events.append(name)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.parameters")

@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,11 +23,11 @@ from conformance.distributed.fsdp.scenes.desync_programs import (
     GRACE_S,
     LARGE,
     ORDERS,
+    SHORT_GRACE_S,
     Blocks,
     Bottleneck,
     Program,
     RankReports,
-    fault_of,
     reports_in,
     run,
     shard_blocks,
@@ -41,10 +42,24 @@ from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.judge.sandbox import seeding
 from conformance.judge.tolerances import TRAINED
-from conformance.ranks import Rank, RankPool
+from conformance.ranks import Rank, RankFault, RankPool
 
 pytestmark = pytest.mark.deadline(90)  # new pools of ranks take seconds
 TIMEOUT_S = 20.0  # timeout of the group in which ranks are killed
+
+
+def fault_of(
+    library: Library,
+    case: Callable[..., Any],
+    *,
+    world_size: int = 2,
+    grace_s: float = SHORT_GRACE_S,
+    **arguments: Any,
+) -> RankFault:
+    """Run a case that fails, in a separate pool of ranks. Return the fault."""
+    with RankPool(world_size, grace_s=grace_s) as pool, pytest.raises(RankFault) as fault:
+        pool.run(case, library=library.spec, **arguments)
+    return fault.value
 
 
 def wait_elsewhere(rank: Rank, *, library: str, api: str, by: str, timeout_s: float) -> None:

@@ -213,32 +213,27 @@ def test_changes_inside_summon_are_trained_on(twins: Twins, wrapping: Wrapping) 
     twins.agree(train_after_changes, leaf_by_leaf(**wrapping))
 
 
-def summon_in_summon(scene: Scene) -> Any:
-    with scene.fsdp.summon_full_params(scene.model):
-        return tried(lambda: scene.fsdp.summon_full_params(scene.model).__enter__())
-
-
-def summon_in_forward(scene: Scene) -> Any:
-    return _summoned_by(scene, scene.model.head.register_forward_pre_hook)
-
-
-def summon_in_backward(scene: Scene) -> Any:
-    return _summoned_by(scene, scene.model.head.register_full_backward_hook)
-
-
-def _summoned_by(scene: Scene, register: Any) -> Any:
+def summon_in_use(scene: Scene, *, where: str) -> list[Any]:
+    """Return the errors of a summon inside another summon, or in a forward or backward of an inner unit."""
     attempts: list[Any] = []
-    register(
-        lambda *_: attempts.append(tried(lambda: scene.fsdp.summon_full_params(scene.model).__enter__()))
-    )
-    scene.backward()
+
+    def summon(*_: Any) -> None:
+        attempts.append(tried(lambda: scene.fsdp.summon_full_params(scene.model).__enter__()))
+
+    if where == "summon":
+        with scene.fsdp.summon_full_params(scene.model):
+            summon()
+    else:
+        head = scene.model.head
+        (head.register_forward_pre_hook if where == "forward" else head.register_full_backward_hook)(summon)
+        scene.backward()
     return attempts
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.refused")
-@pytest.mark.parametrize("program", [summon_in_summon, summon_in_forward, summon_in_backward])
-def test_summon_is_refused_while_parameters_are_in_use(twins: Twins, program: Any) -> None:
-    for outcome in twins.agree(program, FLAT):
+@pytest.mark.parametrize("where", ["summon", "forward", "backward"])
+def test_summon_is_refused_while_parameters_are_in_use(twins: Twins, where: str) -> None:
+    for outcome in twins.agree(summon_in_use, FLAT, where=where):
         assert "Cannot manually unshard parameters" in str(outcome.value)
 
 

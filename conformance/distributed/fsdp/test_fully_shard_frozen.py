@@ -68,7 +68,7 @@ def set_requires_grad(
 
 def loss_of(scene: Scene, model: Any) -> torch.Tensor:
     def loss_on(rank: int) -> torch.Tensor:
-        return model(batch_of(scene, rank - scene.rank.rank)).square().mean()
+        return model(batch_of(scene, 0, rank)).square().mean()
 
     return scene.mean(loss_on)
 
@@ -152,7 +152,7 @@ def frozen_before_backward_with_leaf(scene: Scene, reshards: bool) -> Gradients:
     named = dict(model.named_parameters())
 
     def loss_on(rank: int) -> torch.Tensor:
-        batch = batch_of(scene, rank - scene.rank.rank)
+        batch = batch_of(scene, 0, rank)
         return model(batch, torch.zeros_like(batch, requires_grad=True)).square().mean()
 
     loss = scene.mean(loss_on)

@@ -83,7 +83,9 @@ def cleared_in_step(scene: Scene, how: dict[str, bool], cleared: str) -> torch.T
 
     optimizer.register_step_post_hook(clear)
     for number in range(3):
-        scene.mean(lambda rank, number=number: model(_batch(scene, rank + number)).square().mean()).backward()
+        scene.mean(
+            lambda rank, number=number: model(batch_of(scene, number, rank)).square().mean()
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model(batch_of(scene, 0)).detach()
@@ -152,17 +154,13 @@ def moved_nowhere(scene: Scene, move: str, stays_unsharded: bool) -> dict[str, t
     model = blocks().to(scene.rank.device)
     scene.shard_children(model, reshard_after_forward=not stays_unsharded)
     for number in range(2):
-        loss = scene.mean(lambda rank, number=number: model(_batch(scene, rank + number)).square().sum())
+        loss = scene.mean(lambda rank, number=number: model(batch_of(scene, number, rank)).square().sum())
         if move == "unit":
             model[1].to(scene.rank.device)
         else:
             model.to(scene.rank.device if move == "model" else torch.float64)
         loss.backward()
     return full_gradients(model)
-
-
-def _batch(scene: Scene, number: int) -> torch.Tensor:
-    return batch_of(scene, number - scene.rank.rank)
 
 
 @clause("distributed.fsdp.fully_shard.moved_nowhere")

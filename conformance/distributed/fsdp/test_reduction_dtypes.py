@@ -72,11 +72,13 @@ def coefficients(rank: int) -> Tensor:
     return (steps.to(DOUBLE) / 3) * 2.0 ** (4 * ((element + backward + rank) % 3) - 9)
 
 
-each_layers = pytest.mark.parametrize(
-    "layers",
-    [Layers(are_units=True), Layers((0,)), Layers((0,), are_units=True), Layers((1,), are_units=True)],
-    ids=["units", "first frozen", "first unit frozen", "last unit frozen"],
-)
+# Layers of which each is a unit, or of which some are frozen.
+LAYERS = {
+    "units": Layers(are_units=True),
+    "first frozen": Layers((0,)),
+    "first unit frozen": Layers((0,), are_units=True),
+    "last unit frozen": Layers((1,), are_units=True),
+}
 
 
 @dataclass(frozen=True)
@@ -208,21 +210,20 @@ def _gradients(scene: Scene, model: Any, schedule: str) -> list[Tensor]:
 
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
 @pytest.mark.parametrize(
-    ("schedule", "replicates"),
-    [("one", False), ("accumulated", False), ("accumulated", True)],
-    ids=["sharded", "accumulated", "replicated"],
+    ("schedule", "replicates", "layers"),
+    [
+        pytest.param("one", False, Layers(), id="sharded"),
+        pytest.param("accumulated", False, Layers(), id="accumulated"),
+        pytest.param("accumulated", True, Layers(), id="replicated"),
+        *(pytest.param("accumulated", False, layers, id=name) for name, layers in LAYERS.items()),
+    ],
 )
-def test_fully_shard_rounds_by_its_policy(plain_twins: PlainTwins, schedule: str, replicates: bool) -> None:
-    outcomes = plain_twins.agree(of_fully_shard, tolerance=EXACT, schedule=schedule, replicates=replicates)
-    assert_rounded_by_dtypes(outcomes, _of_fully_shard, schedule)
-
-
-@clause("distributed.fsdp.fully_shard.reduction_dtype")
-@each_layers
-def test_fully_shard_rounds_by_its_policy_in_layers(plain_twins: PlainTwins, layers: Layers) -> None:
-    arguments: dict[str, Any] = {"schedule": "accumulated", "replicates": False, "layers": layers}
+def test_fully_shard_rounds_by_its_policy(
+    plain_twins: PlainTwins, schedule: str, replicates: bool, layers: Layers
+) -> None:
+    arguments: dict[str, Any] = {"schedule": schedule, "replicates": replicates, "layers": layers}
     outcomes = plain_twins.agree(of_fully_shard, tolerance=EXACT, **arguments)
-    assert_rounded_by_dtypes(outcomes, _of_fully_shard, "accumulated")
+    assert_rounded_by_dtypes(outcomes, _of_fully_shard, schedule)
 
 
 @clause("distributed.fsdp.fully_shard.finalization_dtype")
@@ -417,19 +418,23 @@ def _by_fsdp(scene: Scene, policy: Policy, schedule: str, strategy: str, layers:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("schedule", ["one", "accumulated"])
-def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedule: str) -> None:
-    outcomes = twins.agree(of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
-    assert_rounded_by_dtypes(outcomes, _of_fsdp, schedule)
-
-
-@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
-@each_layers
-def test_fsdp_rounds_by_its_mixed_precision_in_layers(twins: Twins, layers: Layers) -> None:
-    arguments: dict[str, Any] = {"schedule": "accumulated", "strategy": "FULL_SHARD", "layers": layers}
+@pytest.mark.parametrize(
+    ("schedule", "strategy", "layers"),
+    [
+        *(
+            pytest.param(schedule, strategy, Layers(), id=f"{schedule}-{strategy}")
+            for schedule in ("one", "accumulated")
+            for strategy in ("FULL_SHARD", "NO_SHARD")
+        ),
+        *(pytest.param("accumulated", "FULL_SHARD", layers, id=name) for name, layers in LAYERS.items()),
+    ],
+)
+def test_fsdp_rounds_by_its_mixed_precision(
+    twins: Twins, schedule: str, strategy: str, layers: Layers
+) -> None:
+    arguments: dict[str, Any] = {"schedule": schedule, "strategy": strategy, "layers": layers}
     outcomes = twins.agree(of_fsdp, tolerance=EXACT, **arguments)
-    assert_rounded_by_dtypes(outcomes, _of_fsdp, "accumulated")
+    assert_rounded_by_dtypes(outcomes, _of_fsdp, schedule)
 
 
 def of_existing_gradient(scene: Scene, *, strategy: str) -> Tensor:

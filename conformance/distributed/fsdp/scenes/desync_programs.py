@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -240,20 +239,6 @@ def reports_of(library: Library, program: Program) -> RankReports:
             return reports_in(fault)
     pairs = zip(together[1 - ASTRAY], apart[1 - ASTRAY], strict=True)
     return RankReports(is_right=all(torch.equal(*pair) for pair in pairs))
-
-
-def fault_of(
-    library: Library,
-    case: Callable[..., Any],
-    *,
-    world_size: int = 2,
-    grace_s: float = SHORT_GRACE_S,
-    **arguments: Any,
-) -> RankFault:
-    """Run a case that fails, in a separate pool of ranks. Return the fault."""
-    with RankPool(world_size, grace_s=grace_s) as pool, pytest.raises(RankFault) as fault:
-        pool.run(case, library=library.spec, **arguments)
-    return fault.value
 
 
 def reports_in(fault: RankFault) -> RankReports:

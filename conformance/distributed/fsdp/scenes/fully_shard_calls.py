@@ -48,17 +48,12 @@ def setting(method: str, unit: int = ROOT, **arguments: Any) -> UnitCall:
     return UnitCall(method, unit, arguments)
 
 
-FORWARD, BACKWARD, STEP, EVALUATE = (
-    UnitCall("forward"),
-    UnitCall("backward"),
-    UnitCall("step"),
-    UnitCall("evaluate"),
-)
+FORWARD, BACKWARD, STEP, EVALUATE = map(UnitCall, ("forward", "backward", "step", "evaluate"))
 WAIT, SKIP, CLEAR, RESET = (
     UnitCall("wait"),
     UnitCall("skip", 1),
     UnitCall("zero_grad"),
-    setting("reset_iter_state"),
+    UnitCall("reset_iter_state"),
 )
 TRAIN = (FORWARD, BACKWARD, STEP)
 

@@ -25,6 +25,7 @@ def blocks(number: int = 3) -> Any:
         return nn.Sequential(*(ResidualBlock() for _ in range(number))).double()
 
 
-def batch_of(scene: Scene, number: int) -> torch.Tensor:
+def batch_of(scene: Scene, number: int, rank: int | None = None) -> torch.Tensor:
+    """Return the input of forward `number`, by default that of this rank."""
     batch = torch.linspace(-1, 1, 24, dtype=torch.float64, device=scene.rank.device)
-    return batch.view(4, 6) * (1 + scene.rank.rank + number)
+    return batch.view(4, 6) * (1 + number + (scene.rank.rank if rank is None else rank))
