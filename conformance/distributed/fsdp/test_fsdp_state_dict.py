@@ -44,10 +44,6 @@ from conformance.judge.tolerances import EXACT
 from conformance.strategies.modules import module_trees
 from conformance.strategies.sharding import setups
 
-STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-IGNORED = ("", "", "ignored_modules", "ignored_states", "parameters")
-PRECISIONS = (None, None, {"buffer_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16})
-
 
 @st.composite
 def forms(draw: st.DrawFn, setup: Setup) -> Form:
@@ -63,9 +59,11 @@ def forms(draw: st.DrawFn, setup: Setup) -> Form:
 def models(draw: st.DrawFn, **options: Any) -> tuple[Setup, ModuleTree]:
     # Wrapping by size is left out, because torch may assign a weight that two modules share to two units.
     wraps = ("root", "leaves", "groups", "manual")
-    setup = draw(setups(strategy=draw(st.sampled_from(STRATEGIES)), wraps=wraps, **options))
+    strategy = draw(st.sampled_from(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]))
+    setup = draw(setups(strategy=strategy, wraps=wraps, **options))
     if setup.wrap != "manual":
-        setup = replace(setup, ignored=draw(st.sampled_from(IGNORED)))
+        ignored = st.sampled_from(["", "", "ignored_modules", "ignored_states", "parameters"])
+        setup = replace(setup, ignored=draw(ignored))
     frozen = ("none", "all") if setup.wrap == "leaves" else ("none",)
     return setup, draw(module_trees(frozen=frozen, dtype=torch.float32))
 
@@ -86,8 +84,8 @@ each_kind = pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 @share_of_examples(0.7)
 @given(data=st.data())
 def test_saved_state_dict_matches_torch(twins: Twins, data: st.DataObject) -> None:
-    precision = data.draw(st.sampled_from(PRECISIONS))
-    setup, tree = data.draw(models(mixed_precision=precision))
+    precisions = [None, None, {"buffer_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16}]
+    setup, tree = data.draw(models(mixed_precision=data.draw(st.sampled_from(precisions))))
     form = data.draw(forms(setup))
     # If only rank 0 gets a full state dict inside summon_full_params, torch's other ranks raise.
     can_be_inside = form.kind != "LOCAL" and not form.config.get("rank0_only")
@@ -251,10 +249,7 @@ def settings(scene: Scene) -> dict[str, Any]:
     for kind in types:
         reported[f"before {kind}"] = str(fsdp.set_state_dict_type(scene.model, kind))
         reported[f"after {kind}"] = _set_now(scene)
-    rank0_configs = (
-        api.FullStateDictConfig(rank0_only=True),
-        api.FullOptimStateDictConfig(rank0_only=True),
-    )
+    rank0_configs = (api.FullStateDictConfig(rank0_only=True), api.FullOptimStateDictConfig(rank0_only=True))
     with fsdp.state_dict_type(scene.model, types.FULL_STATE_DICT, *rank0_configs):
         inside = fsdp.get_state_dict_type(scene.model)
         reported["inside"] = [str(inside), inside.state_dict_config is rank0_configs[0]]

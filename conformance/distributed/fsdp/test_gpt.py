@@ -32,10 +32,18 @@ PARTS = 2  # parts of a batch in the unsharded run
 WINDOWS = PARTS * CONFIG.batch  # windows in a batch, for any number of ranks
 
 
-def train_sharded(scene: Scene, *, strategy: str, use_orig_params: bool, steps: int) -> list[float]:
-    """Train. Return the loss over the whole batch before each step, in bits per byte."""
+def train_sharded(
+    scene: Scene, *, use_orig_params: bool, steps: int, strategy: str = "FULL_SHARD", folder: str = ""
+) -> list[float]:
+    """Train the first steps, and write a checkpoint if there is a folder.
+
+    Return the loss over the whole batch before each step, in bits per byte.
+    """
     optimizer = _shard(scene, use_orig_params, strategy)
-    return _train(optimizer, _backward_of_ranks(scene), range(steps))
+    curve = _train(optimizer, _backward_of_ranks(scene), range(steps))
+    if folder:
+        dcp.save(_state(scene, optimizer), checkpoint_id=folder)
+    return curve
 
 
 def _shard(scene: Scene, use_orig_params: bool, strategy: str = "FULL_SHARD") -> torch.optim.Optimizer:
@@ -117,14 +125,6 @@ def test_gpt_learns_as_in_one_process(twins_of: TwinsOf, strategy: str, use_orig
         assert_same_curve(expected, curve)
 
 
-def begin(scene: Scene, *, use_orig_params: bool, steps: int, folder: str) -> list[float]:
-    """Train the first steps and write a checkpoint. Return the losses."""
-    optimizer = _shard(scene, use_orig_params)
-    curve = _train(optimizer, _backward_of_ranks(scene), range(steps))
-    dcp.save(_state(scene, optimizer), checkpoint_id=folder)
-    return curve
-
-
 def go_on(scene: Scene, *, use_orig_params: bool, steps: tuple[int, int], folder: str) -> list[float]:
     """Load the checkpoint on any number of ranks and train the next steps. Return the losses."""
     optimizer = _shard(scene, use_orig_params)
@@ -164,7 +164,7 @@ def test_gpt_goes_on_with_another_number_of_ranks(
     arguments: dict[str, Any] = {"folder": str(tmp_path), "use_orig_params": use_orig_params}
     arguments["deadline_s"] = DEADLINE_S
     expected = train_unsharded(STEPS)
-    first, *_ = before.values(begin, steps=STEPS // 2, **arguments)
+    first, *_ = before.values(train_sharded, steps=STEPS // 2, **arguments)
     for then in after.values(go_on, steps=(STEPS // 2, STEPS), **arguments):
         assert_same_curve(expected, [*first, *then])
 

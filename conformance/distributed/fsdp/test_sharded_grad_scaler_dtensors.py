@@ -66,19 +66,20 @@ def step_with_inf_on_last_rank(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision_of_a_mesh")
-@pytest.mark.parametrize(("scaler", "alone"), [("amp.GradScaler", False), (SCALER, False), (SCALER, True)])
+@pytest.mark.parametrize(
+    ("scaler", "how"),
+    [
+        ("amp.GradScaler", {}),
+        ("amp.GradScaler", {"is_compiled": True}),
+        (SCALER, {}),
+        (SCALER, {"alone": True}),
+    ],
+)
 @pytest.mark.world_sizes(fewest=2)
-def test_inf_in_one_shard_skips_step_on_all_ranks(cpu_twins: Twins, scaler: str, alone: bool) -> None:
-    how = {"scaler": scaler, "first": "sharded", "alone": alone}
-    for outcomes in cpu_twins.of_both(step_with_inf_on_last_rank, **how):
-        assert values_of(outcomes) == [SKIPPED] * cpu_twins.world_size
-
-
-@clause("distributed.fsdp.sharded_grad_scaler.step.one_decision_of_a_mesh")
-@pytest.mark.world_sizes(fewest=2)
-def test_inf_in_one_shard_skips_step_after_compiled_unscaling(cpu_twins: Twins) -> None:
-    how = {"scaler": "amp.GradScaler", "first": "sharded", "is_compiled": True}
-    for outcomes in cpu_twins.of_both(step_with_inf_on_last_rank, **how):
+def test_inf_in_one_shard_skips_step_on_all_ranks(
+    cpu_twins: Twins, scaler: str, how: dict[str, bool]
+) -> None:
+    for outcomes in cpu_twins.of_both(step_with_inf_on_last_rank, scaler=scaler, first="sharded", **how):
         assert values_of(outcomes) == [SKIPPED] * cpu_twins.world_size
 
 
