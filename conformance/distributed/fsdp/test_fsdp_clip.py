@@ -52,11 +52,7 @@ def clip(
     for number in range(backwards):
         scene.backward(number)
     norm = scene.model.clip_grad_norm_(max_norm, norm_type, **more)
-    return {
-        "norm": norm,
-        "gradients": scene.gradients(),
-        "whole": scene.whole_gradients(),
-    }
+    return {"norm": norm, "gradients": scene.gradients(), "whole": scene.whole_gradients()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.as_torch")

@@ -90,10 +90,7 @@ ARGUMENTS: dict[str, Callable[[Scene], dict[str, Any]]] = {
     "a unit ignored": lambda scene: {"ignored_modules": [scene.wrap(scene.plain.head)]},
     "hybrid without groups": lambda _: {"strategy": "HYBRID_SHARD"},
     "hybrid with one group": lambda _: {"process_group": dist.group.WORLD, **_UNITS_OF_REPLICAS},
-    "hybrid with a mesh of one dimension": lambda scene: {
-        "device_mesh": scene.mesh(),
-        **_UNITS_OF_REPLICAS,
-    },
+    "hybrid with a mesh of one dimension": lambda scene: {"device_mesh": scene.mesh(), **_UNITS_OF_REPLICAS},
     "a mesh of two dimensions that is not hybrid": lambda scene: {"device_mesh": mesh_of(scene.rank, 1)},
     "a scalar parameter": lambda scene: {"module": _with_a_scalar(scene)},
     "a lazy module": lambda _: {"module": nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))},

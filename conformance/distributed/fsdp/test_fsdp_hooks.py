@@ -234,11 +234,7 @@ def comm_hook(scene: Scene, *, hook: str, backwards: int = 1, no_sync: bool = Fa
         is_last = number == backwards - 1
         with scene.model.no_sync() if no_sync and not is_last else contextlib.nullcontext():
             scene.backward(number)
-    return {
-        "gradients": scene.gradients(),
-        "inputs": state.inputs,
-        "whole": scene.whole_gradients(),
-    }
+    return {"gradients": scene.gradients(), "inputs": state.inputs, "whole": scene.whole_gradients()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.replaces_the_reduction")

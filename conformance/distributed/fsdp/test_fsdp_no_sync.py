@@ -178,11 +178,7 @@ DOES = (
 def around_no_sync(scene: Scene, *, does: Any) -> dict[str, Any]:
     """Run a function of `DOES`. Return its intermediate results, and this rank's and the full gradients at the end."""
     on_the_way = list(does(scene))
-    return {
-        "on the way": on_the_way,
-        "shown": shown(scene),
-        "whole": scene.whole_gradients(),
-    }
+    return {"on the way": on_the_way, "shown": shown(scene), "whole": scene.whole_gradients()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.leaves_unreduced")

@@ -247,11 +247,7 @@ def exchanged(scene: Scene, writer: str, writers: Setup, optimized: Optimized, w
 
 
 @clause("distributed.fsdp.fsdp_optim_state.exchange")
-@each_method(
-    FULL,
-    StateDictMethod("SHARDED"),
-    pytest.param(_SCATTERED, marks=FULL_PROFILE),
-)
+@each_method(FULL, StateDictMethod("SHARDED"), pytest.param(_SCATTERED, marks=FULL_PROFILE))
 @flat_or_originals
 def test_states_load_across_libraries(cpu_twins: Twins, way: StateDictMethod, setup: Setup) -> None:
     kind = "adam" if "adam" in kinds_of(setup, way) else "momentum"

@@ -309,11 +309,7 @@ def test_misfitting_weight_of_custom_load_raises(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_state_dict.misfits")
 @pytest.mark.parametrize(
     ("setup", "kind"),
-    [
-        (FLAT, "ShardedTensor"),
-        (ORIGINALS, "ShardedTensor"),
-        (Setup(wrap="leaves", ranks="mesh"), "DTensor"),
-    ],
+    [(FLAT, "ShardedTensor"), (ORIGINALS, "ShardedTensor"), (Setup(wrap="leaves", ranks="mesh"), "DTensor")],
     ids=["flat", "originals", "mesh"],
 )
 @pytest.mark.world_sizes(fewest=2)

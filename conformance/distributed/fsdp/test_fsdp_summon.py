@@ -37,8 +37,7 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.tolerances import ONE_STEP, TRAINED
 
 options = st.fixed_dictionaries(
-    {},
-    optional={name: st.booleans() for name in ("recurse", "writeback", "rank0_only", "with_grads")},
+    {}, optional={name: st.booleans() for name in ("recurse", "writeback", "rank0_only", "with_grads")}
 )
 
 

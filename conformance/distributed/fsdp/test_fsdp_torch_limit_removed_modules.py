@@ -19,13 +19,7 @@ from conformance.distributed.fsdp.scenes.prompted_model import Prompted, Regions
 from conformance.distributed.fsdp.scenes.rank_judging import trains_like_unsharded
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.traffic import counts
-from conformance.distributed.fsdp.scenes.twins import (
-    STRATEGIES,
-    Twins,
-    both_kinds,
-    each_strategy,
-    raises,
-)
+from conformance.distributed.fsdp.scenes.twins import STRATEGIES, Twins, both_kinds, each_strategy, raises
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.tolerances import TRAINED
@@ -216,9 +210,7 @@ def clipped(scene: Scene) -> torch.Tensor:
 @pytest.mark.deviation("fsdp.float64_clipped")
 def test_float64_gradients_are_clipped(cpu_twins: Twins) -> None:
     cpu_twins.deviate_to_unsharded(
-        clipped,
-        torch_does=raises(RuntimeError, "without narrowing"),
-        may_agree=cpu_twins.is_alone,
+        clipped, torch_does=raises(RuntimeError, "without narrowing"), may_agree=cpu_twins.is_alone
     )
 
 
@@ -330,10 +322,7 @@ def test_parameters_that_are_returned_can_be_read(cpu_twins: Twins, strategy: st
 @each_strategy
 def test_unit_may_return_object(cpu_twins: Twins, strategy: str, module: str) -> None:
     cpu_twins.deviate_to_unsharded(
-        accumulate,
-        module=module,
-        strategy=strategy,
-        may_agree=strategy == "NO_SHARD" or cpu_twins.is_alone,
+        accumulate, module=module, strategy=strategy, may_agree=strategy == "NO_SHARD" or cpu_twins.is_alone
     )
 
 

@@ -351,10 +351,7 @@ def test_layer_of_another_model_is_prefetched_with_current_values(
     """torch fails if the other model has not run. After that, whether it reads old values depends on the device."""
     fails_in_torch = prefetches == "forward" and not evaluates and not plain_twins.is_alone
     plain_twins.deviate_to_unsharded(
-        trained_as_two_models,
-        prefetches=prefetches,
-        evaluates=evaluates,
-        may_agree=not fails_in_torch,
+        trained_as_two_models, prefetches=prefetches, evaluates=evaluates, may_agree=not fails_in_torch
     )
 
 
@@ -363,9 +360,5 @@ def test_layer_of_another_model_is_prefetched_with_current_values(
 @pytest.mark.world_sizes(fewest=2)
 def test_step_between_prefetch_and_use_is_seen(plain_twins: PlainTwins) -> None:
     plain_twins.deviate_to_unsharded(
-        trained_as_two_models,
-        prefetches="forward",
-        evaluates=True,
-        steps_in_between=True,
-        may_agree=True,
+        trained_as_two_models, prefetches="forward", evaluates=True, steps_in_between=True, may_agree=True
     )

@@ -160,9 +160,7 @@ def exchanged_for_evaluation(scene: Scene, trains: str) -> list[torch.Tensor]:
 def test_training_goes_on_with_weights_exchanged_for_evaluation(plain_twins: PlainTwins, trains: str) -> None:
     is_like_unsharded = plain_twins.like_unsharded(exchanged_for_evaluation, of=0, trains=trains)
     plain_twins.deviate_to_unsharded(
-        exchanged_for_evaluation,
-        trains=trains,
-        torch_does=lambda outcomes: not is_like_unsharded(outcomes),
+        exchanged_for_evaluation, trains=trains, torch_does=lambda outcomes: not is_like_unsharded(outcomes)
     )
 
 

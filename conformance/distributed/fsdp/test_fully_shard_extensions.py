@@ -139,12 +139,7 @@ def extended(
 
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        (Halved, {}),
-        (Halved, {"param_dtype": torch.float32}),
-        (Quantised, {}),
-    ],
+    ("kind", "policy"), [(Halved, {}), (Halved, {"param_dtype": torch.float32}), (Quantised, {})]
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_extension_hooks_control_gathering(
@@ -250,15 +245,7 @@ class WithoutGatherHooks(Released):
 
 
 @clause("distributed.fsdp.fully_shard.released_gather_outputs")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        Released,
-        NotReleased,
-        ReturnsInt,
-        WithoutGatherHooks,
-    ],
-)
+@pytest.mark.parametrize("kind", [Released, NotReleased, ReturnsInt, WithoutGatherHooks])
 @pytest.mark.world_sizes(fewest=2)
 def test_release_hook_must_return_bool_and_needs_gather_hooks(
     plain_twins: PlainTwins, kind: type[torch.Tensor]
@@ -288,7 +275,5 @@ def test_extension_hooks_run_on_single_rank(plain_twins_of: TwinsOf) -> None:
     """Train in float64, because the float32 halves of the extension lose precision."""
     expected = extended_by_hand()
     plain_twins_of(1).deviate(
-        extended,
-        kind=Halved,
-        we_do=each(lambda value: does_as(expected, value["losses"][0].values)),
+        extended, kind=Halved, we_do=each(lambda value: does_as(expected, value["losses"][0].values))
     )

@@ -51,12 +51,7 @@ def save_and_load(scene: Scene, whole: bool) -> dict[str, Any]:
     missing = checkpoints.set_model_state_dict(model, model_state, options=options)
     steps.append(step(1))
     dist.barrier()
-    return {
-        "saved": saved,
-        "states": states,
-        "steps": steps,
-        "missing": str(missing),
-    }
+    return {"saved": saved, "states": states, "steps": steps, "missing": str(missing)}
 
 
 @clause("distributed.fsdp.fully_shard.checkpoint_helpers")

@@ -181,14 +181,7 @@ _RUNS: list[tuple[str, int, tuple[int, ...], str, str]] = [
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
 @pytest.mark.parametrize(("layout", "world", "unsynced", "how", "plan"), _RUNS, ids=str)
 def test_bad_microbatches_are_left_out_on_all_ranks(
-    twins_of: TwinsOf,
-    device: str,
-    *,
-    layout: str,
-    world: int,
-    unsynced: tuple[int, ...],
-    how: str,
-    plan: str,
+    twins_of: TwinsOf, device: str, *, layout: str, world: int, unsynced: tuple[int, ...], how: str, plan: str
 ) -> None:
     """A GradScaler decides over the ranks that the parameters are sharded over, but knows no other replicas."""
     plans = [[(*outcomes, *[None] * (world - 2)) for outcomes in step] for step in PLANS[plan]]

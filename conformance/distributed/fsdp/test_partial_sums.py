@@ -65,9 +65,5 @@ def test_partial_sums_belong_to_their_parameters(
     plain_twins_of: TwinsOf, all_ranks: int, shards: int, choices: LayerChoices, is_unit_each: bool
 ) -> None:
     plain_twins_of(all_ranks).deviate_to_unsharded(
-        partial_sums,
-        choices=choices,
-        shards=shards,
-        is_unit_each=is_unit_each,
-        may_agree=True,
+        partial_sums, choices=choices, shards=shards, is_unit_each=is_unit_each, may_agree=True
     )

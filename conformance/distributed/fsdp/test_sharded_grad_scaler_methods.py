@@ -286,9 +286,7 @@ def test_inf_on_any_rank_restarts_growth(twins: Twins, interval: int) -> None:
 def test_scale_stays_finite(twins: Twins, device: str) -> None:
     small = (Gradient((3,), scale=1e-3),)
     plan = ScalerProgram(
-        ((small,),) * twins.world_size,
-        iteration(),
-        options={"init_scale": 3e38, "growth_interval": 1},
+        ((small,),) * twins.world_size, iteration(), options={"init_scale": 3e38, "growth_interval": 1}
     )
     held = torch.tensor(3e38).item()
     twins.judge(
