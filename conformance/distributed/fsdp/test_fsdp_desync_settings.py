@@ -143,7 +143,7 @@ def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use
 )
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
-    assert_trained_alike(cpu_twins, run, program=program)
+    assert_trains_like_torch(cpu_twins, run, program=program)
 
 
 @clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
@@ -157,7 +157,7 @@ def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
     ids=lambda program: f"{program.api} {program.differs_by}",
 )
 def test_equivalent_settings_in_other_words_train(twins_of: TwinsOf, program: Program) -> None:
-    assert_trained_alike(twins_of(2), run, program=program)
+    assert_trains_like_torch(twins_of(2), run, program=program)
 
 
 def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
@@ -179,10 +179,10 @@ def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
 
 @clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
 def test_explicit_gather_on_one_rank_trains(twins_of: TwinsOf) -> None:
-    assert_trained_alike(twins_of(2), gather_by_hand)
+    assert_trains_like_torch(twins_of(2), gather_by_hand)
 
 
-def assert_trained_alike(twins: Twins, case: Callable[..., Any], **arguments: Any) -> None:
+def assert_trains_like_torch(twins: Twins, case: Callable[..., Any], **arguments: Any) -> None:
     expected, actual = (
         twins.pool.run(case, library=library.spec, **arguments)
         for library in (twins.reference, twins.subject)

@@ -100,7 +100,7 @@ def test_states_round_trip_like_torch(twins: Twins, way: StateDictMethod, data: 
     optimized = data.draw(optimizers(kinds_of(setup, way)))
     tree = data.draw(module_trees(dtype=torch.float32))
     arguments = {"tree": tree, "optimized": optimized, "way": way}
-    twins.agree(optimizer_states.there_and_back, setup, EXACT, may_raise=True, **arguments)
+    twins.agree(optimizer_states.save_load_and_step, setup, EXACT, may_raise=True, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
@@ -124,7 +124,7 @@ def test_states_round_trip_on_more_ranks(
     strategy = "FULL_SHARD" if ranks_are == "default" else "HYBRID_SHARD"
     setup = data.draw(setups(strategy=strategy, ranks=(ranks_are,), shards=2))
     arguments = {"optimized": Optimized(kind, 2), "way": way}
-    twins_of(all_ranks).agree(optimizer_states.there_and_back, setup, EXACT, may_raise=True, **arguments)
+    twins_of(all_ranks).agree(optimizer_states.save_load_and_step, setup, EXACT, may_raise=True, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
@@ -133,7 +133,7 @@ def test_states_round_trip_on_replicas(twins_of: TwinsOf, kind: str) -> None:
     """Rank 0 is not in the group of the second replica."""
     setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
     arguments = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
-    twins_of(4).agree(optimizer_states.there_and_back, setup, EXACT, may_raise=True, **arguments)
+    twins_of(4).agree(optimizer_states.save_load_and_step, setup, EXACT, may_raise=True, **arguments)
 
 
 def saved_beside_meta(scene: Scene, way: StateDictMethod) -> Any:
@@ -174,7 +174,9 @@ def test_states_equal_those_of_unwrapped_model(
     optimized = Optimized(data.draw(st.sampled_from(kinds)))
     expected = unwrapped(optimized, tree)["state"]
     arguments = {"tree": tree, "optimized": optimized, "way": way}
-    for rank, value in enumerate(twins_of(world).values(optimizer_states.there_and_back, setup, **arguments)):
+    for rank, value in enumerate(
+        twins_of(world).values(optimizer_states.save_load_and_step, setup, **arguments)
+    ):
         if rank == 0 or not (way.rank0_only or way == _SCATTERED):
             if way.name in ("full", "scattered", "FULL"):
                 assert_close_states(expected, value["saved"]["state"])
@@ -223,7 +225,7 @@ def test_full_states_load_on_another_number_of_ranks(
 ) -> None:
     before, after = map(twins_of, worlds)
     optimized = Optimized(kind)
-    first, *_ = before.values(optimizer_states.there_and_back, saves, optimized=optimized, way=_TYPES[0])
+    first, *_ = before.values(optimizer_states.save_load_and_step, saves, optimized=optimized, way=_TYPES[0])
     saved = as_tensors(first["saved"])
     arguments = {"optimized": optimized, "saved": saved, "way": way}
     for rank, reported in enumerate(after.values(saved_again, loads, **arguments)):

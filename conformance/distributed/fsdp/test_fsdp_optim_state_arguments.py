@@ -24,8 +24,8 @@ from conformance.distributed.fsdp.scenes.optimizer_states import (
     by_name,
     copied,
     described,
+    save_load_and_step,
     step,
-    there_and_back,
     unwrapped,
 )
 from conformance.distributed.fsdp.scenes.scene import TREE, Scene, filled, tried
@@ -213,7 +213,7 @@ def of_a_part_called_module(scene: Scene) -> Any:
     parts = {"module": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
     plain_model = filled(nn.Sequential(OrderedDict(parts)))
     scene.model = scene.wrapped(plain_model)
-    return there_and_back(scene, Optimized("momentum"), FULL)
+    return save_load_and_step(scene, Optimized("momentum"), FULL)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")

@@ -317,7 +317,7 @@ def test_replicated_state_of_transposed_parameter_loads_from_rank_0(
     )
 
 
-def there_and_back_as_dtensors(scene: Scene) -> dict[str, Any]:
+def round_trip_as_dtensors(scene: Scene) -> dict[str, Any]:
     """Return the types of states that are saved as DTensors, and whether a fresh optimizer loads the same states."""
     fsdp, optimized = scene.api, Optimized("momentum")
     optimizer, fresh = optimized.stepped(scene.model), optimized.optimizer(scene.model)
@@ -339,7 +339,7 @@ def there_and_back_as_dtensors(scene: Scene) -> dict[str, Any]:
 @several_ranks
 def test_dtensor_states_of_process_group_round_trip(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        there_and_back_as_dtensors,
+        round_trip_as_dtensors,
         Setup(wrap="leaves", ranks="group"),
         torch_does=lambda outcomes: all(
             outcome.raised and "_device_mesh" in outcome.raised.text for outcome in outcomes

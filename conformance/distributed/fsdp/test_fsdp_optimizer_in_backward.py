@@ -49,7 +49,7 @@ def trained_unsharded(world_size: int, accumulates: bool, of: int | None = None)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def assert_trained(outcomes: Any, accumulates: bool, of: int | None = None) -> None:
+def assert_trained_like_unsharded(outcomes: Any, accumulates: bool, of: int | None = None) -> None:
     expected = trained_unsharded(len(outcomes), accumulates, of)
     for value in values_of(outcomes):
         assert of or value["left"] == 0
@@ -98,14 +98,18 @@ def _stepping(parameter: nn.Parameter) -> Any:
 @sharded_or_not
 def test_optimizers_step_in_backward(cpu_twins: Twins, strategy: str, accumulates: bool) -> None:
     arguments = {"by": "torch", "strategy": strategy, "use_orig_params": True}
-    assert_trained(cpu_twins.of_subject(trained, accumulates=accumulates, **arguments), accumulates)
+    assert_trained_like_unsharded(
+        cpu_twins.of_subject(trained, accumulates=accumulates, **arguments), accumulates
+    )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
 @sharded_or_not
 def test_single_parameter_steps_in_backward(cpu_twins: Twins, strategy: str) -> None:
     arguments = {"by": "torch", "of": 1, "strategy": strategy, "use_orig_params": True}
-    assert_trained(cpu_twins.agree(trained, accumulates=False, **arguments), accumulates=False, of=1)
+    assert_trained_like_unsharded(
+        cpu_twins.agree(trained, accumulates=False, **arguments), accumulates=False, of=1
+    )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.stepping_hooks")
@@ -117,7 +121,7 @@ def test_single_parameter_steps_in_backward_while_others_accumulate(cpu_twins: T
         trained,
         accumulates=True,
         **arguments,
-        we_do=lambda outcomes: holds(assert_trained, outcomes, accumulates=True, of=1),
+        we_do=lambda outcomes: holds(assert_trained_like_unsharded, outcomes, accumulates=True, of=1),
         may_agree=strategy == "FULL_SHARD" and not cpu_twins.is_alone,
     )
 
@@ -163,7 +167,7 @@ def test_steps_in_backward_use_averaged_gradients(
         trained,
         accumulates=accumulates,
         **arguments,
-        we_do=lambda outcomes: holds(assert_trained, outcomes, accumulates),
+        we_do=lambda outcomes: holds(assert_trained_like_unsharded, outcomes, accumulates),
         may_agree=cpu_twins.is_alone,
     )
 
@@ -180,7 +184,7 @@ def test_hooks_that_step_are_kept_by_original_parameters(cpu_twins: Twins, strat
         strategy=strategy,
         use_orig_params=True,
         torch_does=each(lambda value: value["left"] > 0),
-        we_do=lambda outcomes: holds(assert_trained, outcomes, accumulates=False),
+        we_do=lambda outcomes: holds(assert_trained_like_unsharded, outcomes, accumulates=False),
     )
 
 

@@ -23,7 +23,7 @@ from conformance.distributed.fsdp.scenes.scene import Scene, named, survivors, t
 from conformance.distributed.fsdp.scenes.state_dicts import (
     Form,
     described_entry,
-    loads_its_own,
+    load_from_other_model,
     set_form,
     unsharded_state,
     with_other_values,
@@ -90,7 +90,7 @@ def test_saved_state_dict_matches_torch(twins: Twins, data: st.DataObject) -> No
     # If only rank 0 gets a full state dict inside summon_full_params, torch's other ranks raise.
     can_be_inside = form.kind != "LOCAL" and not form.config.get("rank0_only")
     twins.agree(
-        state_dicts.saved,
+        state_dicts.save_after_backward,
         setup,
         EXACT,
         may_raise=True,
@@ -106,7 +106,7 @@ def test_saved_state_dict_matches_torch(twins: Twins, data: st.DataObject) -> No
 @pytest.mark.parametrize("by", ["groups", "meshes"])
 def test_state_dict_of_replicas_matches_torch(twins_of: TwinsOf, by: str) -> None:
     setup = Setup("HYBRID_SHARD", ranks=by, shards=2, wrap="leaves")
-    twins_of(4).agree(state_dicts.saved, setup, EXACT, form=Form("SHARDED"))
+    twins_of(4).agree(state_dicts.save_after_backward, setup, EXACT, form=Form("SHARDED"))
 
 
 def ranks_of_shards(scene: Scene, *, form: Form) -> set[int]:
@@ -131,7 +131,7 @@ def test_local_shards_name_their_rank(twins_of: TwinsOf, kind: str) -> None:
 @each_kind
 def test_state_dict_of_cast_buffers_matches_torch(cpu_twins: Twins, kind: str) -> None:
     setup = replace(FLAT, mixed_precision={"buffer_dtype": torch.bfloat16})
-    cpu_twins.agree(state_dicts.saved, setup, EXACT, form=Form(kind))
+    cpu_twins.agree(state_dicts.save_after_backward, setup, EXACT, form=Form(kind))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
@@ -151,7 +151,7 @@ def test_state_dicts_load_across_libraries(twins: Twins, data: st.DataObject) ->
     )
     for saver, loader in pairs:
         arguments = {"tree": tree, "source": saver.spec, "form": form, **options}
-        for state in values_of(twins.of(loader, state_dicts.exchanged, setup, **arguments)):
+        for state in values_of(twins.of(loader, state_dicts.load_from_library, setup, **arguments)):
             assert state["keys"] == "<All keys matched successfully>"
             assert state["buffers"].keys() == state["expected buffers"].keys()
             loaded = state["whole"] | state["buffers"]
@@ -164,7 +164,7 @@ def loads_by_swapping(scene: Scene, *, form: Form) -> dict[str, Any]:
     """Load while modules swap tensors instead of copying into them, and then train."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        reported = loads_its_own(scene, form=form)
+        reported = load_from_other_model(scene, form=form)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     return reported | {"loss": scene.backward(), "shards": named(scene.model)}
@@ -182,7 +182,7 @@ def test_modules_may_swap_tensors(twins: Twins, kind: str, setup: Setup) -> None
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_local_state_dict_loads_on_rank_without_elements(cpu_twins: Twins) -> None:
     """The unit has two elements, so the third rank holds none."""
-    for outcome in cpu_twins.agree(state_dicts.loads_its_own, FLAT, form=Form("LOCAL")):
+    for outcome in cpu_twins.agree(state_dicts.load_from_other_model, FLAT, form=Form("LOCAL")):
         assert outcome.value["loaded"]
 
 

@@ -61,7 +61,7 @@ def contents_of(outcomes: Sequence[Outcome]) -> RankOutcomes:
 @pytest.mark.reference_limit("fsdp.full_state_dict_to_cpu")
 def test_torch_cannot_offload_full_state_dict_on_cpu(torch_cannot: Callable[..., None]) -> None:
     form = Form("FULL", _TO_CPU)
-    torch_cannot(state_dicts.saved, FLAT, form=form)
+    torch_cannot(state_dicts.save_after_backward, FLAT, form=form)
 
 
 def shard_placements(scene: Scene, *, form: Form) -> list[tuple[bool, bool]]:
@@ -90,7 +90,9 @@ def _placements(scene: Scene, saved: Mapping[str, Any], *, offloads: bool) -> li
 @pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_are_on_requested_device(twins: Twins, kind: str, offloads: bool) -> None:
-    judge_placement(twins, shard_placements, offloads, form=Form(kind, {"offload_to_cpu": offloads}))
+    judge_all_on_requested_device(
+        twins, shard_placements, offloads, form=Form(kind, {"offload_to_cpu": offloads})
+    )
 
 
 def state_placements(scene: Scene, *, way: StateDictMethod) -> list[tuple[bool, bool]]:
@@ -111,7 +113,7 @@ def state_placements(scene: Scene, *, way: StateDictMethod) -> list[tuple[bool, 
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_of_states_are_on_requested_device(twins: Twins, way: StateDictMethod) -> None:
-    judge_placement(twins, state_placements, way.offloads, way=way)
+    judge_all_on_requested_device(twins, state_placements, way.offloads, way=way)
 
 
 def devices_of_states(scene: Scene, *, way: StateDictMethod) -> set[str]:
@@ -138,7 +140,7 @@ def test_unsharded_states_are_offloaded(twins: Twins, strategy: str, device: str
     )
 
 
-def judge_placement(twins: Twins, program: Program, offloads: bool, **arguments: Any) -> None:
+def judge_all_on_requested_device(twins: Twins, program: Program, offloads: bool, **arguments: Any) -> None:
     twins.deviate(
         program,
         FLAT,
@@ -171,7 +173,7 @@ def test_full_state_dict_offloads_to_cpu(cpu_twins: Twins, setup: Setup, rank0_o
     """The dict equals torch's dict without offload."""
     config = {"rank0_only": rank0_only}
     expected, actual = (
-        cpu_twins.of(library, state_dicts.saved, setup, form=Form("FULL", flags))
+        cpu_twins.of(library, state_dicts.save_after_backward, setup, form=Form("FULL", flags))
         for library, flags in ((cpu_twins.reference, config), (cpu_twins.subject, config | _TO_CPU))
     )
     assert_ranks_agree(contents_of(expected), contents_of(actual), EXACT)
@@ -295,18 +297,19 @@ def test_states_of_offloaded_parameters_match_torch(cpu_twins: Twins, strategy: 
     offloaded = replace(plain, offload_params=True)
     pairs = ((cpu_twins.reference, plain), (cpu_twins.subject, offloaded))
     expected, actual = (
-        cpu_twins.of(library, state_dicts.saved, setup, form=form) for library, setup in pairs
+        cpu_twins.of(library, state_dicts.save_after_backward, setup, form=form) for library, setup in pairs
     )
     assert_ranks_agree(contents_of(expected), contents_of(actual), EXACT)
 
     exchange = {"source": cpu_twins.subject.spec, "form": form}
-    for state in cpu_twins.values(state_dicts.exchanged, offloaded, **exchange):
+    for state in cpu_twins.values(state_dicts.load_from_library, offloaded, **exchange):
         for name, value in state["expected"].items():
             assert torch.equal(state["whole"][name].values, value.values), name
 
     optimized = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
     expected, actual = (
-        cpu_twins.of(library, optimizer_states.there_and_back, setup, **optimized) for library, setup in pairs
+        cpu_twins.of(library, optimizer_states.save_load_and_step, setup, **optimized)
+        for library, setup in pairs
     )
     assert_ranks_agree(expected, actual, EXACT)
 

@@ -102,7 +102,7 @@ def test_model_built_on_meta_loads_with_assign(cpu_twins: Twins, kind: str) -> N
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_local_state_dict_of_original_parameters_loads(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        state_dicts.loads_its_own,
+        state_dicts.load_from_other_model,
         ORIGINALS,
         form=Form("LOCAL"),
         torch_does=each(lambda value: "head.weight" in value["keys"] and "Unexpected" in value["reported"]),
@@ -114,7 +114,7 @@ def test_local_state_dict_of_original_parameters_loads(cpu_twins: Twins) -> None
 @more_worlds
 def test_local_state_dict_of_originals_by_torch_loads(cpu_twins: Twins) -> None:
     arguments = {"source": cpu_twins.reference.spec, "form": Form("LOCAL")}
-    for value in cpu_twins.values(state_dicts.exchanged, ORIGINALS, **arguments):
+    for value in cpu_twins.values(state_dicts.load_from_library, ORIGINALS, **arguments):
         assert value["keys"] == "<All keys matched successfully>"
         for name, expected in value["expected"].items():
             assert torch.equal(value["whole"][name].values, expected.values), name
@@ -124,7 +124,7 @@ def test_local_state_dict_of_originals_by_torch_loads(cpu_twins: Twins) -> None:
 @pytest.mark.deviation("fsdp.local_of_replicas")
 def test_local_state_dict_loads_on_every_replica(twins_of: TwinsOf) -> None:
     twins_of(4).deviate(
-        state_dicts.loads_its_own,
+        state_dicts.load_from_other_model,
         Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves"),
         form=Form("LOCAL"),
         torch_does=lambda outcomes: (
@@ -139,7 +139,7 @@ def test_local_state_dict_loads_on_every_replica(twins_of: TwinsOf) -> None:
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_dtensor_state_dict_of_process_group_loads(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        state_dicts.loads_its_own,
+        state_dicts.load_from_other_model,
         Setup(wrap="leaves", ranks="group"),
         form=Form("SHARDED", {"_use_dtensor": True}),
         torch_does=raises(AttributeError),

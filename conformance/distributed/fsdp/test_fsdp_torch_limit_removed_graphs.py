@@ -16,8 +16,8 @@ from conformance.distributed.fsdp.scenes.forked_model import (
     backward,
     loss,
     output,
+    run_sharded,
     step,
-    written,
 )
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import Scene
@@ -181,7 +181,7 @@ def test_backward_after_weight_change_is_refused(
     The outermost unit stays unsharded from forward to backward, and so do all units if nothing is resharded.
     """
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as without_sharding:
-        written(Scene.unsharded(0, 1), does=stepped_after_another_backward, makes=makes, **wrapping)
+        run_sharded(Scene.unsharded(0, 1), does=stepped_after_another_backward, makes=makes, **wrapping)
     expected = _without_versions_and_types(str(without_sharding.value))
 
     def is_refused(outcomes: RankOutcomes) -> bool:
@@ -192,7 +192,7 @@ def test_backward_after_weight_change_is_refused(
             for outcome in outcomes
         )
 
-    twins.deviate(written, does=does, makes=makes, **wrapping, we_do=is_refused, may_agree=True)
+    twins.deviate(run_sharded, does=does, makes=makes, **wrapping, we_do=is_refused, may_agree=True)
 
 
 def _without_versions_and_types(text: str) -> str:
@@ -243,7 +243,7 @@ def test_training_continues_after_unread_step(
 ) -> None:
     """A step of parameters that the backward does not read does no harm."""
     arguments = {"does": does, "makes": makes, **wrapping}
-    twins.deviate_to_unsharded(written, **arguments, may_agree=True)
+    twins.deviate_to_unsharded(run_sharded, **arguments, may_agree=True)
 
 
 def discarded_between(scene: Scene) -> list[Tensor]:
@@ -268,7 +268,7 @@ def test_backward_after_discarded_write_has_gradients_of_its_forward(
 ) -> None:
     """The outermost unit of torch stays unsharded from forward to backward."""
     wrapping = {"strategy": strategy, "use_orig_params": use_orig_params}
-    twins.deviate_to_unsharded(written, does=discarded_between, makes=Headed, **wrapping)
+    twins.deviate_to_unsharded(run_sharded, does=discarded_between, makes=Headed, **wrapping)
 
 
 class PartlyRead(nn.Module):
@@ -290,7 +290,7 @@ def stepped_what_is_not_read(scene: Scene) -> list[Tensor]:
 @each_strategy
 def test_step_of_parameters_unread_by_backward_is_harmless(twins: Twins, strategy: str) -> None:
     wrapping = {"strategy": strategy, "use_orig_params": True}
-    twins.agree_with_unsharded(written, does=stepped_what_is_not_read, makes=PartlyRead, **wrapping)
+    twins.agree_with_unsharded(run_sharded, does=stepped_what_is_not_read, makes=PartlyRead, **wrapping)
 
 
 def cast_between(scene: Scene) -> list[Tensor]:
@@ -317,6 +317,6 @@ def flat_cast_between(scene: Scene) -> list[Tensor]:
 def test_cast_between_forward_and_backward_keeps_gradients_or_is_refused(
     twins: Twins, does: Does, wrapping: Wrapping
 ) -> None:
-    expected, actual = twins.of_both(written, does=does, **wrapping)
+    expected, actual = twins.of_both(run_sharded, does=does, **wrapping)
     if not raises(RuntimeError)(actual):
         assert_ranks_agree(expected, actual)

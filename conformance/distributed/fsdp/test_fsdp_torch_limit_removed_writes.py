@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.scenes.forked_model import Does, backward, loss, output, step, written
+from conformance.distributed.fsdp.scenes.forked_model import Does, backward, loss, output, run_sharded, step
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import Twins, Wrapping, each_strategy, each_wrapping, raises
 from conformance.judge.clauses import clause
@@ -108,7 +108,7 @@ def inferred_first(scene: Scene) -> list[Tensor]:
     ],
 )
 def test_written_values_are_used_in_computation(twins: Twins, does: Does, wrapping: Wrapping) -> None:
-    twins.deviate_to_unsharded(written, does=does, **wrapping, may_agree=True)
+    twins.deviate_to_unsharded(run_sharded, does=does, **wrapping, may_agree=True)
 
 
 def stepped_after_evaluation(scene: Scene, *, fused: bool) -> list[Tensor]:
@@ -129,7 +129,7 @@ def test_forward_uses_step_after_evaluation(cpu_twins: Twins, fused: bool) -> No
     """torch's fused updates write to parameters without moving their version counters."""
     does = partial(stepped_after_evaluation, fused=fused)
     arguments = {"does": does, "strategy": "FULL_SHARD", "use_orig_params": False}
-    cpu_twins.deviate_to_unsharded(written, **arguments, may_agree=cpu_twins.is_alone)
+    cpu_twins.deviate_to_unsharded(run_sharded, **arguments, may_agree=cpu_twins.is_alone)
 
 
 def given_more_elements(scene: Scene) -> list[Tensor]:
@@ -152,7 +152,7 @@ def given_one_dimension(scene: Scene) -> list[Tensor]:
 @pytest.mark.parametrize("does", [given_more_elements, given_one_dimension])
 def test_assigned_memory_needs_same_number_of_elements(twins: Twins, does: Does, strategy: str) -> None:
     arguments = {"does": does, "strategy": strategy, "use_orig_params": True}
-    actual = twins.agree(written, tolerance=TRAINED, may_raise=True, **arguments)
+    actual = twins.agree(run_sharded, tolerance=TRAINED, may_raise=True, **arguments)
     is_refused = raises(RuntimeError, "Cannot writeback")(actual)
     assert is_refused is (does is given_more_elements)
 
@@ -206,7 +206,7 @@ def moved(scene: Scene) -> list[Tensor]:
 @each_wrapping
 @pytest.mark.parametrize("does", [zeroed, replaced_gradients, not_reached, moved])
 def test_unreduced_gradients_follow_changes_of_grad(twins: Twins, does: Does, wrapping: Wrapping) -> None:
-    twins.deviate_to_unsharded(written, does=does, **wrapping, may_agree=True)
+    twins.deviate_to_unsharded(run_sharded, does=does, **wrapping, may_agree=True)
 
 
 def called_with_others(scene: Scene) -> list[Tensor]:
@@ -222,7 +222,7 @@ def called_with_others(scene: Scene) -> list[Tensor]:
 @each_wrapping
 def test_call_with_other_parameters_is_refused(twins: Twins, wrapping: Wrapping) -> None:
     is_refused = raises(RuntimeError, "was replaced by another tensor")
-    twins.deviate(written, does=called_with_others, **wrapping, we_do=is_refused)
+    twins.deviate(run_sharded, does=called_with_others, **wrapping, we_do=is_refused)
 
 
 def given_a_parameter(scene: Scene) -> list[Tensor]:
@@ -238,5 +238,5 @@ def given_a_parameter(scene: Scene) -> list[Tensor]:
 def test_replaced_parameter_is_refused(twins: Twins, strategy: str) -> None:
     arguments = {"does": given_a_parameter, "strategy": strategy, "use_orig_params": False}
     twins.deviate(
-        written, **arguments, we_do=raises(RuntimeError, "body.bias was replaced by another tensor")
+        run_sharded, **arguments, we_do=raises(RuntimeError, "body.bias was replaced by another tensor")
     )

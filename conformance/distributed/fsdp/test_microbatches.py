@@ -75,7 +75,7 @@ def assert_close(parameters: dict[str, list[Any]], expected: dict[str, torch.Ten
         torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-6, msg=f"{name} differs")
 
 
-def check(reports: Sequence[Any], plans: Sequence[Plan]) -> None:
+def assert_trains_without_bad_batches(reports: Sequence[Any], plans: Sequence[Plan]) -> None:
     expected, steps = expected_of(plans)
     for parameters, its_steps in reports:
         assert [(taken, scale) for taken, scale, _ in its_steps] == steps
@@ -188,7 +188,7 @@ def test_bad_microbatches_are_left_out_on_all_ranks(
     knows_ranks = layout == "hybrid" or how == "fused_step"
     for scaler in (SCALER, "amp.GradScaler") if knows_ranks else (SCALER,):
         arguments = {"layout": layout, "unsynced": unsynced, "how": how, "plans": plans, "scaler": scaler}
-        check(twins_of(world, device).values(accumulate, **arguments), plans)
+        assert_trains_without_bad_batches(twins_of(world, device).values(accumulate, **arguments), plans)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.no_sync")
@@ -200,7 +200,9 @@ def test_unsynchronised_bad_microbatches_are_left_out(
 ) -> None:
     """A bad microbatch that synchronises does not take along the earlier ones that it is reduced with."""
     arguments = {"layout": layout, "unsynced": unsynced, "how": "step", "scaler": SCALER}
-    check(twins_of(2, device).values(accumulate, plans=PLANS[plan], **arguments), PLANS[plan])
+    assert_trains_without_bad_batches(
+        twins_of(2, device).values(accumulate, plans=PLANS[plan], **arguments), PLANS[plan]
+    )
 
 
 def with_placements(scene: Scene, *, scaler: str, placements: Sequence[Placement], bad: int | None) -> Any:

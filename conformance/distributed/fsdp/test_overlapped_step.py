@@ -205,7 +205,7 @@ def elements(run_state: dict[str, str]) -> int:
     return sum(value.count(",") + (value != "[]") for name, value in run_state.items() if " of " not in name)
 
 
-def check_equal(report: Any) -> None:
+def assert_same_bits(report: Any) -> None:
     plain, overlapped, _ = report
     for step, (expected, actual) in enumerate(zip(plain, overlapped, strict=True)):
         assert repr(actual[:2]) == repr(expected[:2]), f"norm and scale after step {step}"
@@ -223,14 +223,14 @@ def test_overlapped_step_has_bits_of_fused_step(twins: Twins, layout: str, plan:
     for scaler in SCALERS if plan == "barely" else SCALERS[1:]:
         arguments = {"layout": layout, "optimizer": optimizer, "scaler": scaler, "plan": PLANS[plan]}
         for report in twins.values(train, **arguments):
-            check_equal(report)
+            assert_same_bits(report)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.overlapped_step.as_fused_step")
 def test_overlapped_step_of_disabled_scaler_has_bits_of_fused_step(twins: Twins) -> None:
     arguments = {"layout": "fully_shard", "optimizer": "adamw", "scaler": SCALERS[0], "enabled": False}
     for report in twins.values(train, plan=[GOOD, GOOD, CLIPPED, GOOD], **arguments):
-        check_equal(report)
+        assert_same_bits(report)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.overlapped_step.early")

@@ -148,7 +148,7 @@ def test_fused_optimizers_step_after_unscaling(twins: Twins, optimizer: str) -> 
     world_size = twins.world_size
     calls = iterations(None, one_bad(world_size - 1, world_size), None, unscale=True)
     plan = ScalerProgram(parts(world_size), calls, (optimizer,), options=INIT_SCALE_8)
-    judge_shapes(twins, plan, [True, False, True], 4.0)
+    judge_steps_and_scale(twins, plan, [True, False, True], 4.0)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.amp_aware_after_unscaling")
@@ -163,10 +163,10 @@ def test_fused_and_plain_optimizers_share_scaler(twins: Twins) -> None:
         calls += (ScalerCall("update"),)
     plan = ScalerProgram(parts(world_size, optimizers=2), calls, ("fused adam", "adam"), options=INIT_SCALE_8)
     of_both = [True, True, False, True, True, False, True, True]
-    judge_shapes(twins, plan, of_both, 2.0)
+    judge_steps_and_scale(twins, plan, of_both, 2.0)
 
 
-def judge_shapes(twins: Twins, plan: ScalerProgram, expected: list[bool], scale: float) -> None:
+def judge_steps_and_scale(twins: Twins, plan: ScalerProgram, expected: list[bool], scale: float) -> None:
     """Judge a deviation: steps are taken or skipped as `expected` without an error. torch may fail to broadcast."""
     ranks = twins.world_size
     twins.judge(

@@ -54,7 +54,7 @@ def output(scene: Scene) -> Tensor:
 Does = Callable[[Scene], list[Tensor]]
 
 
-def written(
+def run_sharded(
     scene: Scene, *, does: Does, strategy: str, use_orig_params: bool, makes: type[nn.Module] = Forked
 ) -> dict[str, Any]:
     """Run `does` on a sharded model. Return the outputs and the full parameters at the end."""

@@ -143,7 +143,7 @@ FULL = StateDictMethod("FULL", offloads=False)
 FULL_ON_RANK_0 = StateDictMethod("FULL", rank0_only=True, offloads=False)
 
 
-def there_and_back(scene: Scene, optimized: Optimized, way: StateDictMethod) -> Any:
+def save_load_and_step(scene: Scene, optimized: Optimized, way: StateDictMethod) -> Any:
     """Save, load into a fresh optimizer, and step that optimizer. Return the states in between."""
     optimizer = optimized.stepped(scene.model)
     before = copied(described(optimizer.state_dict()))

@@ -62,7 +62,7 @@ def rank_of(part: ShardMetadata) -> int:
     return part.placement.rank()
 
 
-def saved(
+def save_after_backward(
     scene: Scene,
     *,
     form: Form,
@@ -113,7 +113,7 @@ def _memory_of(value: Any) -> list[torch.Tensor]:
     return [tensor] if tensor.numel() else []
 
 
-def exchanged(
+def load_from_library(
     scene: Scene, *, source: str, form: Form, at: str = "root", inside: bool = False, assign: bool = False
 ) -> dict[str, Any]:
     """Load a state dict of the `source` library's model into a model with other values.
@@ -164,7 +164,7 @@ def unsharded_state(scene: Scene) -> dict[str, torch.Tensor]:
     return scene.whole_parameters() | buffers
 
 
-def loads_its_own(scene: Scene, *, form: Form) -> dict[str, Any]:
+def load_from_other_model(scene: Scene, *, form: Form) -> dict[str, Any]:
     """Load a state dict into another model. Return the keys, the result, and whether the model has the values."""
     state_dict = state_dict_of_other_model(scene, form)
     reported = tried(lambda: repr(scene.model.load_state_dict(state_dict)))
