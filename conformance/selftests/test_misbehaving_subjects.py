@@ -27,10 +27,12 @@ MISUSED = f"{VALUE}::test_clamping_foreach"  # eight tests that call `clip_grad_
 OTHERS = f"{NORM}::test_norm_types_on_the_edge"  # five that do not
 SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # needs `amp`
 # Takes no subject.
-TORCH_ALONE = "conformance/distributed/fsdp/test_fsdp_summon.py::test_torch_cannot_offload_summoned_parameters_on_a_cpu"
+TORCH_ALONE = (
+    "conformance/distributed/fsdp/test_fsdp_summon.py::test_torch_cannot_offload_summoned_parameters_on_a_cpu"
+)
 EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_results_of_step_raise_before_first_step"
 # Asks nothing of the subject but on ranks.
-ON_RANKS = "conformance/distributed/fsdp/test_fsdp_desync_settings.py::test_changes_on_all_ranks_train"
+ON_RANKS = "conformance/distributed/fsdp/test_fsdp_desync.py::test_changes_on_all_ranks_train"
 # Compares the errors of ranks.
 WRITING = "conformance/distributed/fsdp/test_fsdp_desync.py::test_units_of_equal_sizes_in_another_order_raise"
 ALONE = (

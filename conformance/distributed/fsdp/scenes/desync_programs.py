@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from torch.distributed.tensor import Shard
 
 from conformance.distributed.fsdp.scenes.fsdp_training import FSDP
 from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library, load_library
 from conformance.judge.sandbox import seeding
-from conformance.ranks import Rank, RankFault, RankPool, RanksDiverged
+from conformance.ranks import Rank, RankFault, RanksDiverged
 
 GRACE_S = 20.0
 SHORT_GRACE_S = 5.0  # grace for ranks that are known to hang
@@ -230,56 +228,9 @@ def wait_until_raised(ranks: int) -> None:
             time.sleep(0.05)
 
 
-def reports_of(library: Library, program: Program) -> RankReports:
-    with RankPool(2, grace_s=GRACE_S) as pool:
-        try:
-            together = pool.run(run, library=library.spec, program=replace(program, differs_at=None))
-            apart = pool.run(run, library=library.spec, program=program)
-        except RankFault as fault:
-            return reports_in(fault)
-    pairs = zip(together[1 - ASTRAY], apart[1 - ASTRAY], strict=True)
-    return RankReports(is_right=all(torch.equal(*pair) for pair in pairs))
-
-
 def reports_in(fault: RankFault) -> RankReports:
     raised = {failure.rank: failure.text for failure in fault.record.failures}
     return RankReports(raised, isinstance(fault, RanksDiverged))
-
-
-def reports_both(
-    outcome: RankReports,
-    astray: str = "gathered 'blocks.2'",
-    other: str = "gathered 'blocks.1'",
-    summary: str = "Forward order differs across ranks",  # torch's words
-) -> bool:
-    first, second = (re.escape(f"rank {rank} {did}") for rank, did in ((ASTRAY, astray), (1 - ASTRAY, other)))
-    reported = f"{summary}: ({first} where {second}|{second} where {first});"
-    return len(outcome.raised) == 2 and all(re.search(reported, text) for text in outcome.raised.values())
-
-
-def steps_late(outcome: RankReports, program: Program) -> list[int]:
-    """Return how many steps after the divergence the ranks raised, in ascending order."""
-    assert program.differs_at is not None
-    raised_in = [re.match(r"in step (\d+): ", text) for text in outcome.raised.values()]
-    return sorted(int(step[1]) - program.differs_at for step in raised_in if step)
-
-
-def is_silently_wrong(outcome: RankReports) -> bool:
-    return not outcome.raised and not outcome.diverged and not outcome.is_right
-
-
-def judge_raises_at_once(
-    deviation: DeviationJudge, program: Program, *texts: str, are_alike: bool = False
-) -> None:
-    """Both ranks of the subject must raise the error that `reports_both` describes, in the step in which they diverge.
-
-    torch's ranks issue collectives of unequal sizes. If the sizes are equal, torch silently computes wrong values.
-    """
-    deviation.judge(
-        lambda library: reports_of(library, program),
-        torch_does=is_silently_wrong if are_alike else lambda outcome: outcome.diverged,
-        we_do=lambda outcome: reports_both(outcome, *texts) and steps_late(outcome, program) == [0, 0],
-    )
 
 
 # Hidden elements of a block of realistic size, because ranks may exchange large messages over another transport.
