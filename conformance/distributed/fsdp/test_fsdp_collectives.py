@@ -207,7 +207,7 @@ def test_each_parameter_is_sent_once_per_collective(cpu_twins: Twins, strategy: 
             assert bytes_by_kind(step) == Counter(expected[strategy])
 
 
-def between_barriers(scene: Scene) -> None:
+def summon_between_barriers(scene: Scene) -> None:
     dist.barrier()
     with scene.fsdp.summon_full_params(scene.model):
         pass
@@ -216,7 +216,7 @@ def between_barriers(scene: Scene) -> None:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.bytes_on_the_wire")
 def test_summoning_gathers_each_parameter_once(cpu_twins: Twins) -> None:
-    cpu_twins.values(between_barriers, FLAT, tree=TREE)
+    cpu_twins.values(summon_between_barriers, FLAT, tree=TREE)
     whole = sum(_padded(numel, cpu_twins.world_size) * 8 for numel in unit_numels())
     for trace in cpu_twins.pool.traces:
         (summoning,) = steps_of(trace)

@@ -283,7 +283,7 @@ def test_integer_buffers_keep_their_dtype(twins: Twins, wrap: str, buffer_dtype:
         assert torch.int64 in outcome.value.values(), outcome.value
 
 
-def in_sequence(scene: Scene, *, calls: str) -> list[Any]:
+def run_sequence(scene: Scene, *, calls: str) -> list[Any]:
     """Run the calls: summon, backward, or a forward (eval runs without gradients). Return outputs and gradients."""
     results: list[Any] = []
     for number, name in enumerate(calls.split()):
@@ -310,7 +310,7 @@ def in_sequence(scene: Scene, *, calls: str) -> list[Any]:
 def test_sequence_of_forwards_matches_torch(twins: Twins, wrapping: Wrapping, sequence: str) -> None:
     setup = leaf_by_leaf(**wrapping, mixed_precision={"param_dtype": torch.bfloat16})
     tolerance = Tolerance(8, "two forwards and backwards", torch.bfloat16, terms=1.0)
-    twins.agree(in_sequence, setup, tolerance, tree=SIMPLE, calls=sequence)
+    twins.agree(run_sequence, setup, tolerance, tree=SIMPLE, calls=sequence)
 
 
 def _full_precision_in_eval(setting: str) -> Any:

@@ -68,7 +68,7 @@ def built() -> nn.Sequential:
     )
 
 
-def trained_in_parts(scene: Scene, *, nesting: Nesting, use_orig_params: bool) -> dict[str, Any]:
+def train_nested(scene: Scene, *, nesting: Nesting, use_orig_params: bool) -> dict[str, Any]:
     """Run backwards of a model whose inner unit has its own mixed precision. Return gradients and outputs."""
 
     def wrap(module: nn.Module, precision: Precision, strategy: str = "FULL_SHARD") -> Any:
@@ -119,7 +119,7 @@ def test_each_unit_has_its_own_mixed_precision(
     nesting = Nesting(*POLICIES[policy], inner_strategy)
     both = tolerance_of_units(nesting.outer, nesting.inner)
     arguments = {"nesting": nesting, "use_orig_params": use_orig_params}
-    actual = cpu_twins.agree(trained_in_parts, tolerance=both, **arguments)
+    actual = cpu_twins.agree(train_nested, tolerance=both, **arguments)
     for unsharded, outcome in zip(trained_unsharded(nesting, len(actual)), actual, strict=True):
         for key in ("outputs", "input_gradients"):
             assert_all_close(key, unsharded[key], outcome.value[key], both)
@@ -131,7 +131,7 @@ def test_each_unit_has_its_own_mixed_precision(
             assert_all_close("whole_gradients", expected_gradients, whole, tolerance_of_units(precision))
 
 
-def without_some_classes(scene: Scene, *, kind: str, use_orig_params: bool) -> dict[str, Any]:
+def train_without_some_classes(scene: Scene, *, kind: str, use_orig_params: bool) -> dict[str, Any]:
     """Run two steps in bfloat16 except for modules of one class.
 
     Return the dtypes in each forward and the parameters.
@@ -167,7 +167,7 @@ def _record_dtypes(events: list[Any], name: str) -> Any:
 def test_ignored_module_classes_stay_in_float32(cpu_twins: Twins, kind: str, use_orig_params: bool) -> None:
     tolerance = tolerance_of_units({"param_dtype": BFLOAT16})
     arguments = {"kind": kind, "use_orig_params": use_orig_params}
-    outcomes = cpu_twins.agree(without_some_classes, tolerance=tolerance, **arguments)
+    outcomes = cpu_twins.agree(train_without_some_classes, tolerance=tolerance, **arguments)
     forwards = outcomes[0].value["dtypes"]
     assert {class_name for _, class_name, *_ in forwards} == {"LayerNorm", "Linear"}
     assert all((weight is FLOAT32) == (class_name == kind) for _, class_name, _, weight, _ in forwards), (

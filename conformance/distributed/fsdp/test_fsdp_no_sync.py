@@ -175,7 +175,7 @@ DOES = (
 )
 
 
-def around_no_sync(scene: Scene, *, does: Any) -> dict[str, Any]:
+def gradients_around_no_sync(scene: Scene, *, does: Any) -> dict[str, Any]:
     """Run a function of `DOES`. Return its intermediate results, and this rank's and the full gradients at the end."""
     on_the_way = list(does(scene))
     return {"on the way": on_the_way, "shown": shown(scene), "whole": scene.whole_gradients()}
@@ -185,7 +185,7 @@ def around_no_sync(scene: Scene, *, does: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("does", DOES)
 @each_wrapping
 def test_unreduced_gradients_match_torch(twins: Twins, wrapping: Wrapping, does: Any) -> None:
-    twins.agree(around_no_sync, leaf_by_leaf(**wrapping), does=does)
+    twins.agree(gradients_around_no_sync, leaf_by_leaf(**wrapping), does=does)
 
 
 class OptionalWeight(nn.Linear):
@@ -235,7 +235,7 @@ def test_cleared_gradients_stay_cleared_after_unused_weight(twins: Twins, use_or
     )
 
 
-def and_restored(scene: Scene, *, nested: bool) -> dict[str, Any]:
+def gradients_after_no_sync(scene: Scene, *, nested: bool) -> dict[str, Any]:
     """Leave no_sync by an exception, or nest it. Return the gradients of the next backward, which must be reduced."""
 
     def raises() -> None:
@@ -255,15 +255,15 @@ def and_restored(scene: Scene, *, nested: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("nested", [False, True])
 @each_strategy
 def test_gradients_are_reduced_after_no_sync(twins: Twins, strategy: str, nested: bool) -> None:
-    twins.agree(and_restored, leaf_by_leaf(strategy), nested=nested)
+    twins.agree(gradients_after_no_sync, leaf_by_leaf(strategy), nested=nested)
 
 
-def of_an_inner_unit(scene: Scene) -> Any:
+def no_sync_of_inner_unit(scene: Scene) -> Any:
     scene.backward()
     return tried(lambda: scene.units[1].no_sync().__enter__())
 
 
-def in_forward(scene: Scene) -> Any:
+def no_sync_in_forward(scene: Scene) -> Any:
     """Return the errors of entering no_sync in a forward."""
     attempts: list[Any] = []
     scene.model.head.register_forward_pre_hook(
@@ -274,8 +274,8 @@ def in_forward(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.refused")
-@pytest.mark.parametrize("program", [of_an_inner_unit, in_forward])
+@pytest.mark.parametrize("program", [no_sync_of_inner_unit, no_sync_in_forward])
 def test_no_sync_is_refused_on_inner_units_and_in_forward(twins: Twins, program: Any) -> None:
-    text = "on inner FSDP instances" if program is of_an_inner_unit else "expected to be in states"
+    text = "on inner FSDP instances" if program is no_sync_of_inner_unit else "expected to be in states"
     for outcome in twins.agree(program, FLAT):
         assert text in str(outcome.value)

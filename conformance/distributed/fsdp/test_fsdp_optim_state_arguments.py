@@ -41,11 +41,11 @@ from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.judge.tolerances import EXACT, TRAINED
 
 
-def agreed(twins: Twins, program: Any, setup: Setup, **arguments: Any) -> list[Any]:
+def values_like_torch(twins: Twins, program: Any, setup: Setup, **arguments: Any) -> list[Any]:
     return values_of(twins.agree(program, setup, EXACT, **arguments))
 
 
-def of_named_optimizer(scene: Scene) -> Any:
+def save_and_load_named_optimizer(scene: Scene) -> Any:
     """Save and load an optimizer whose own state dict has names as keys."""
     optimizer = Optimized().stepped(scene.model)
     with FULL.set_on(scene):
@@ -59,10 +59,13 @@ def of_named_optimizer(scene: Scene) -> Any:
 @flat_or_originals
 @pytest.mark.world_sizes(also=[3])
 def test_named_optimizer_is_saved_and_loaded(cpu_twins: Twins, setup: Setup) -> None:
-    assert all(value["loaded"]["state"] for value in agreed(cpu_twins, of_named_optimizer, setup))
+    assert all(
+        value["loaded"]["state"]
+        for value in values_like_torch(cpu_twins, save_and_load_named_optimizer, setup)
+    )
 
 
-def while_unsharded(scene: Scene) -> Any:
+def save_and_load_while_unsharded(scene: Scene) -> Any:
     """Save and load before and after a forward without a backward, which leaves units unsharded."""
     optimizer = Optimized().stepped(scene.model)
     results = []
@@ -78,11 +81,11 @@ def while_unsharded(scene: Scene) -> Any:
 @flat_or_originals
 def test_states_are_saved_and_loaded_while_units_are_unsharded(cpu_twins: Twins, setup: Setup) -> None:
     setup = replace(setup, strategy="SHARD_GRAD_OP")
-    for sharded, unsharded in agreed(cpu_twins, while_unsharded, setup):
+    for sharded, unsharded in values_like_torch(cpu_twins, save_and_load_while_unsharded, setup):
         assert_same_outcome(Outcome(sharded), Outcome(unsharded))
 
 
-def of_some_ranks(scene: Scene) -> Any:
+def save_and_load_in_group_of_some(scene: Scene) -> Any:
     """Save and load an optimizer in a group of all ranks but the last. The last rank takes no part."""
     last = scene.rank.world_size - 1
     group = dist.new_group(range(last))
@@ -117,12 +120,12 @@ def of_some_ranks(scene: Scene) -> Any:
 )
 @pytest.mark.world_sizes(fewest=3)
 def test_ranks_that_have_no_model_need_not_take_part(cpu_twins: Twins, setup: Setup) -> None:
-    *_, last_with_it, without = agreed(cpu_twins, of_some_ranks, setup)
+    *_, last_with_it, without = values_like_torch(cpu_twins, save_and_load_in_group_of_some, setup)
     assert without is None
     assert last_with_it["again"]["state"]
 
 
-def of_the_first_rank(scene: Scene) -> Any:
+def load_state_of_first_rank(scene: Scene) -> Any:
     """Load with `rank0_only` while the other ranks pass an unrelated state."""
     way = FULL_ON_RANK_0
     optimizer = Optimized("momentum").stepped(scene.model)
@@ -134,10 +137,10 @@ def of_the_first_rank(scene: Scene) -> Any:
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")
 @flat_or_originals
 def test_rank0_only_loads_state_of_first_rank(cpu_twins: Twins, setup: Setup) -> None:
-    assert all(value["state"] for value in agreed(cpu_twins, of_the_first_rank, setup))
+    assert all(value["state"] for value in values_like_torch(cpu_twins, load_state_of_first_rank, setup))
 
 
-def of_each_pair(scene: Scene) -> Any:
+def save_and_load_in_pairs(scene: Scene) -> Any:
     """Save in pairs of ranks that each have their own model.
 
     Return the states and the model after it was loaded again.
@@ -159,12 +162,12 @@ def of_each_pair(scene: Scene) -> Any:
 
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")
 def test_states_are_saved_and_loaded_by_each_group(twins_of: TwinsOf) -> None:
-    values = values_of(twins_of(4).agree(of_each_pair))
+    values = values_of(twins_of(4).agree(save_and_load_in_pairs))
     saved = [[bool(state.get("state")) for state in value["saved"]] for value in values]
     assert saved == 2 * [[True] * 3, [True, False, True]]
 
 
-def of_one_replica(scene: Scene) -> Any:
+def save_in_first_replica(scene: Scene) -> Any:
     """Save the optimizer of a hybrid model in its first replica only, while all ranks train."""
     mesh = mesh_of(scene.rank, 2)
     optimizer = Optimized("momentum").stepped(scene.model)
@@ -182,13 +185,13 @@ def of_one_replica(scene: Scene) -> Any:
 @flat_or_originals
 def test_first_replica_saves_without_others(twins_of: TwinsOf, setup: Setup) -> None:
     hybrid = replace(setup, strategy="HYBRID_SHARD", ranks="groups", shards=2)
-    first, second, *others = values_of(twins_of(4).agree(of_one_replica, hybrid, TRAINED))
+    first, second, *others = values_of(twins_of(4).agree(save_in_first_replica, hybrid, TRAINED))
     assert first["saved"]["state"]
     assert second["saved"]["state"]
     assert [value["saved"] for value in others] == [None, None]
 
 
-def of_users_own(scene: Scene) -> Any:
+def save_and_load_user_state(scene: Scene) -> Any:
     """Save and load a state that belongs to no parameter. Load a state dict without parameter groups."""
     optimizer = Optimized().stepped(scene.model)
     state_dict = optimizer.state_dict()
@@ -204,11 +207,11 @@ def of_users_own(scene: Scene) -> Any:
 @clause("distributed.fsdp.fsdp_optim_state.users_own")
 @flat_or_originals
 def test_user_state_without_parameter_is_kept(cpu_twins: Twins, setup: Setup) -> None:
-    for value in agreed(cpu_twins, of_users_own, setup):
+    for value in values_like_torch(cpu_twins, save_and_load_user_state, setup):
         assert value["loaded"]["state"]["mine"]["name"] == "mine"
 
 
-def of_a_part_called_module(scene: Scene) -> Any:
+def round_trip_submodule_called_module(scene: Scene) -> Any:
     """Use a module called `module`, the name that wrappers give to their module and remove from other names."""
     parts = {"module": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
     plain_model = filled(nn.Sequential(OrderedDict(parts)))
@@ -219,7 +222,7 @@ def of_a_part_called_module(scene: Scene) -> Any:
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @flat_or_originals
 def test_submodule_called_module_is_saved(cpu_twins: Twins, setup: Setup) -> None:
-    for value in agreed(cpu_twins, of_a_part_called_module, setup):
+    for value in values_like_torch(cpu_twins, round_trip_submodule_called_module, setup):
         assert "module.weight" in value["saved"]["state"]
 
 
@@ -236,11 +239,11 @@ def loaded_directly(scene: Scene, directly: bool) -> Any:
 @flat_or_originals
 @pytest.mark.parametrize("directly", [False, True])
 def test_optimizer_loads_only_with_load_directly(cpu_twins: Twins, setup: Setup, directly: bool) -> None:
-    for value in agreed(cpu_twins, loaded_directly, setup, directly=directly):
+    for value in values_like_torch(cpu_twins, loaded_directly, setup, directly=directly):
         assert bool(value["state"]) is directly
 
 
-def by_input(scene: Scene) -> Any:
+def save_and_load_by_optim_input(scene: Scene) -> Any:
     """Pass the optimizer's input, in every form, instead of the optimizer."""
     fsdp, model = scene.fsdp, scene.model
     parameters = list(model.parameters())
@@ -271,7 +274,7 @@ def by_input(scene: Scene) -> Any:
 @clause("distributed.fsdp.fsdp_optim_state.optim_input")
 @flat_or_originals
 def test_optim_input_replaces_optimizer(cpu_twins: Twins, setup: Setup) -> None:
-    first, *_ = cpu_twins.agree(by_input, setup, EXACT)
+    first, *_ = cpu_twins.agree(save_and_load_by_optim_input, setup, EXACT)
     assert any("optim_input" in text for _, text in first.warned)
 
 
@@ -310,7 +313,7 @@ def rekeyed(scene: Scene) -> Any:
 @clause("distributed.fsdp.fsdp_optim_state.rekey")
 @flat_or_originals
 def test_rekeying_matches_torch(cpu_twins: Twins, setup: Setup) -> None:
-    agreed(cpu_twins, rekeyed, setup)
+    values_like_torch(cpu_twins, rekeyed, setup)
 
 
 def rekeyed_by_torchs_types(scene: Scene) -> Any:
@@ -332,7 +335,7 @@ def test_key_types_of_torch_are_taken(cpu_twins: Twins) -> None:
         assert value == {"by torch's": names, "by its own": names}
 
 
-def refused_to_load(scene: Scene) -> dict[str, Any]:
+def errors_of_loading(scene: Scene) -> dict[str, Any]:
     """Return the errors for faulty state dicts that are complete on every rank."""
     optimized = Optimized("adam")
     optimizer = optimized.optimizer(scene.model)
@@ -368,7 +371,7 @@ def _add_own(state_dict: Any, values: Iterable[str]) -> None:
         state_dict["state"][name]["own"] = value
 
 
-def refused_to_save(scene: Scene) -> dict[str, Any]:
+def errors_of_saving(scene: Scene) -> dict[str, Any]:
     """Return the errors of saving an incomplete optimizer, a step on rank 0 only, and units of both parameter types."""
     parameters = list(scene.model.parameters())
     incomplete = torch.optim.SGD(parameters[1:], lr=0.05, momentum=0.5)
@@ -393,8 +396,8 @@ def refused_to_save(scene: Scene) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fsdp_optim_state.refused")
 @flat_or_originals
-@pytest.mark.parametrize("program", [refused_to_load, refused_to_save], ids=["load", "save"])
+@pytest.mark.parametrize("program", [errors_of_loading, errors_of_saving], ids=["load", "save"])
 def test_faulty_states_are_refused_like_torch(cpu_twins: Twins, setup: Setup, program: Any) -> None:
-    for value in agreed(cpu_twins, program, setup):
+    for value in values_like_torch(cpu_twins, program, setup):
         # A single rank may save any state.
         assert cpu_twins.is_alone or any(isinstance(answer, str) for answer in value.values())

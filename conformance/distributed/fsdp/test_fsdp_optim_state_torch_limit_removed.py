@@ -45,7 +45,7 @@ NAMES = sorted(name for name, _ in TREE.build().named_parameters())
 several_ranks = pytest.mark.world_sizes(fewest=2)
 
 
-def failing(outcomes: RankOutcomes | RankFault) -> bool:
+def ranks_failed(outcomes: RankOutcomes | RankFault) -> bool:
     """Return whether the ranks failed as a group."""
     return isinstance(outcomes, RankFault)
 
@@ -103,7 +103,7 @@ def test_step_counts_are_saved_separately(cpu_twins: Twins) -> None:
     )
 
 
-def given_stays(scene: Scene) -> bool:
+def loaded_dict_is_unchanged(scene: Scene) -> bool:
     """Return whether a loaded state dict is unchanged after the optimizer has stepped."""
     saved = unwrapped(Optimized())
     before = copied(saved)
@@ -122,10 +122,10 @@ def _are_equal(first: Any, second: Any) -> bool:
 @pytest.mark.deviation("optim_state.given_stays")
 def test_loaded_state_dict_is_not_changed_by_training(cpu_twins: Twins) -> None:
     sides = {"torch_does": each(lambda stays: not stays), "we_do": each(bool)}
-    cpu_twins.deviate(given_stays, leaf_by_leaf("NO_SHARD", use_orig_params=True), **sides)
+    cpu_twins.deviate(loaded_dict_is_unchanged, leaf_by_leaf("NO_SHARD", use_orig_params=True), **sides)
 
 
-def loaded_without_the_first(scene: Scene) -> Any:
+def load_without_first_state(scene: Scene) -> Any:
     """Return the names that are saved after a load in which the first parameter of a unit had no state."""
     optimized = Optimized("momentum")
     state_dict = unwrapped(optimized)
@@ -139,10 +139,10 @@ def loaded_without_the_first(scene: Scene) -> Any:
 @pytest.mark.deviation("optim_state.first_without_state")
 def test_flat_parameter_loads_without_state_of_first_parameter(cpu_twins: Twins) -> None:
     we_do = each(lambda names: names == NAMES)
-    cpu_twins.deviate(loaded_without_the_first, FLAT, we_do=we_do)
+    cpu_twins.deviate(load_without_first_state, FLAT, we_do=we_do)
 
 
-def misshaped(scene: Scene) -> Any:
+def load_misshaped_state(scene: Scene) -> Any:
     optimized = Optimized("momentum")
     saved = unwrapped(optimized)
     saved["state"]["head.weight"]["momentum_buffer"] = torch.zeros(40)
@@ -155,14 +155,14 @@ def misshaped(scene: Scene) -> Any:
 def test_state_tensor_of_another_shape_is_refused(cpu_twins: Twins) -> None:
     text = "ValueError: Tensor optimizer state does not have same shape as its parameter"
     cpu_twins.deviate(
-        misshaped,
+        load_misshaped_state,
         ORIGINALS,
         torch_does=each(lambda result: result is True),
         we_do=each(lambda result: str(result).startswith(text)),
     )
 
 
-def groups_of_two_kinds(scene: Scene) -> Any:
+def save_groups_of_two_kinds(scene: Scene) -> Any:
     """Save parameters of one unit in two groups, of which one keeps an additional tensor."""
     parameters = list(scene.model.parameters())
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "amsgrad": True}]
@@ -181,11 +181,11 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(cpu_twins: Twins) -> 
     expected = dict.fromkeys(NAMES, most) | {"body.parts.0.inner.weight": fewest}
 
     cpu_twins.deviate(
-        groups_of_two_kinds,
+        save_groups_of_two_kinds,
         ORIGINALS,
         torch_does=lambda outcomes: (
             # On three ranks, the ranks without such parameters continue.
-            failing(outcomes)
+            ranks_failed(outcomes)
             or each(lambda result: str(result).startswith("AssertionError: Manually"))(outcomes)
         ),
         we_do=each(lambda tensors: tensors == expected),
@@ -194,7 +194,7 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(cpu_twins: Twins) -> 
     )
 
 
-def of_another_shape(scene: Scene) -> Any:
+def save_state_of_another_shape(scene: Scene) -> Any:
     """Save an optimizer that keeps a tensor of another shape than its parameter, on the second rank only."""
     optimizer = Optimized("momentum").stepped(scene.model)
     if scene.rank.rank == 1:
@@ -210,10 +210,10 @@ def test_state_of_another_shape_on_one_rank_is_refused_on_all(cpu_twins: Twins, 
     def is_named(result: Any) -> bool:
         return str(result).startswith("ValueError: rank 1: 'extra' of ") and "(3,)" in str(result)
 
-    cpu_twins.deviate(of_another_shape, setup, we_do=each(is_named), may_fault=True)
+    cpu_twins.deviate(save_state_of_another_shape, setup, we_do=each(is_named), may_fault=True)
 
 
-def in_a_list(scene: Scene) -> Any:
+def save_and_load_list_of_tensors(scene: Scene) -> Any:
     """Save and load a list of tensors for each parameter."""
     optimized = Optimized("momentum")
     optimizer, fresh = optimized.stepped(scene.model), optimized.optimizer(scene.model)
@@ -239,10 +239,10 @@ def test_tensors_in_a_list_are_refused(cpu_twins: Twins, setup: Setup) -> None:
         errors = [*map(str, results.values())]
         return all(error.startswith("ValueError: ") and "'history' of " in error for error in errors)
 
-    cpu_twins.deviate(in_a_list, setup, we_do=each(is_refused), may_fault=True)
+    cpu_twins.deviate(save_and_load_list_of_tensors, setup, we_do=each(is_refused), may_fault=True)
 
 
-def numbers_in_a_list(scene: Scene) -> Any:
+def save_and_load_list_of_numbers(scene: Scene) -> Any:
     """Return the lists in a saved and in a loaded state, after the optimizers changed their own lists."""
     optimized = Optimized("momentum")
     optimizer, fresh = optimized.stepped(scene.model), optimized.optimizer(scene.model)
@@ -269,7 +269,7 @@ def numbers_in_a_list(scene: Scene) -> Any:
 @several_ranks
 def test_lists_of_numbers_are_saved_and_loaded_as_copies(cpu_twins: Twins, setup: Setup) -> None:
     are_apart = each(lambda lists: lists == [{(0.5, 0.25)}, {(0.5, 1.25, 1.0)}])
-    cpu_twins.deviate(numbers_in_a_list, setup, we_do=are_apart, may_fault=True)
+    cpu_twins.deviate(save_and_load_list_of_numbers, setup, we_do=are_apart, may_fault=True)
 
 
 def transposed_round_trip(scene: Scene, way: StateDictMethod, is_ignored: bool = False) -> list[bool]:
@@ -348,7 +348,7 @@ def test_dtensor_states_of_process_group_round_trip(cpu_twins: Twins) -> None:
     )
 
 
-def in_a_group(scene: Scene, of: int) -> Any:
+def save_and_load_in_groups(scene: Scene, of: int) -> Any:
     """Save and load in groups of `of` ranks that each have a model."""
     ranks = [list(range(first, first + of)) for first in range(0, scene.rank.world_size, of)]
     group, _ = dist.new_subgroups_by_enumeration(ranks)
@@ -374,22 +374,22 @@ def in_a_group(scene: Scene, of: int) -> Any:
 @FULL_PROFILE
 def test_any_group_saves_and_loads(twins_of: TwinsOf) -> None:
     def are_right(outcomes: Any) -> bool:
-        if failing(outcomes) or any(outcome.raised is not None for outcome in outcomes):
+        if ranks_failed(outcomes) or any(outcome.raised is not None for outcome in outcomes):
             return False
         values = [outcome.value for outcome in outcomes]
         saved, again = [value["saved"] for value in values], [value["again"] for value in values]
         return saved == again == [NAMES, [], NAMES, []] and all(all(value["is_kept"]) for value in values)
 
     twins_of(4).deviate(
-        in_a_group,
+        save_and_load_in_groups,
         of=2,
-        torch_does=lambda outcomes: failing(outcomes) or "is not part of group" in str(outcomes),
+        torch_does=lambda outcomes: ranks_failed(outcomes) or "is not part of group" in str(outcomes),
         we_do=are_right,
         may_fault=True,
     )
 
 
-def one_rank_refuses(scene: Scene, fault: str) -> Any:
+def load_misfit_on_second_rank(scene: Scene, fault: str) -> Any:
     """Load a state that does not fit on the second rank."""
     state_dict = copied(FULL.save(scene, Optimized(steps=2).stepped(scene.model)))
     optimizer = Optimized(steps=1).stepped(scene.model)
@@ -429,18 +429,18 @@ def test_load_failure_on_one_rank_loads_nothing(cpu_twins: Twins, setup: Setup, 
         return bool(reason) and is_named and all(value["is_as_before"] for value in (first, second, *others))
 
     cpu_twins.deviate(
-        one_rank_refuses,
+        load_misfit_on_second_rank,
         setup,
         fault=fault,
         torch_does=lambda outcomes: (
-            not failing(outcomes) and any(not value["is_as_before"] for value in values_of(outcomes))
+            not ranks_failed(outcomes) and any(not value["is_as_before"] for value in values_of(outcomes))
         ),
         we_do=are_right,
         may_fault=True,
     )
 
 
-def parts_that_differ(scene: Scene) -> Any:
+def load_shards_of_some_ranks(scene: Scene) -> Any:
     """Load sharded rows of a state that the second rank does not have."""
     optimizer, way = Optimized("momentum").stepped(scene.model), StateDictMethod("SHARDED")
     state_dict = way.save(scene, optimizer)
@@ -457,4 +457,6 @@ def test_shards_not_saved_together_are_refused(cpu_twins: Twins) -> None:
         is_named = "differ between ranks" in value["raised"] and "head.weight" in value["raised"]
         return is_named and value["is_as_before"]
 
-    cpu_twins.deviate(parts_that_differ, FLAT, torch_does=failing, we_do=each(is_refused), may_fault=True)
+    cpu_twins.deviate(
+        load_shards_of_some_ranks, FLAT, torch_does=ranks_failed, we_do=each(is_refused), may_fault=True
+    )

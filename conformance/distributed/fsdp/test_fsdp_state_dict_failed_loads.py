@@ -184,7 +184,7 @@ def test_load_failure_below_plain_module_keeps_unit_unchanged(cpu_twins: Twins) 
     )
 
 
-def shards_loaded_inside_summon(scene: Scene) -> dict[str, Any]:
+def load_shards_inside_summon(scene: Scene) -> dict[str, Any]:
     """Load shards while the first rank alone has unsharded parameters. The last rank passes no state dict."""
     state_dict: Any = state_dict_of_other_model(scene, Form("SHARDED"))
     if scene.rank.rank == scene.rank.world_size - 1:
@@ -199,7 +199,7 @@ def shards_loaded_inside_summon(scene: Scene) -> dict[str, Any]:
 @pytest.mark.world_sizes(fewest=2)
 def test_failed_load_of_shards_inside_summon_raises_on_all_ranks(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        shards_loaded_inside_summon,
+        load_shards_inside_summon,
         FLAT,
         may_fault=True,
         torch_does=lambda outcomes: isinstance(outcomes, RankFault),
@@ -224,7 +224,7 @@ class Remembering(nn.Module):
         self.memory = [*state]
 
 
-def remembered(scene: Scene) -> list[str]:
+def extra_state_after_failed_load(scene: Scene) -> list[str]:
     """Return the extra state of a module after a load that failed."""
     module = scene.model.body.remembering = Remembering()
     state_dict = scene.model.state_dict()
@@ -238,14 +238,14 @@ def remembered(scene: Scene) -> list[str]:
 @fails_on_one_rank
 def test_failed_load_keeps_extra_states(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        remembered,
+        extra_state_after_failed_load,
         FLAT,
         torch_does=each(lambda memory: memory == ["old"]),
         we_do=each(lambda memory: memory == ["new"]),
     )
 
 
-def raised_by_a_hook(scene: Scene) -> dict[str, Any]:
+def load_with_failing_hook(scene: Scene) -> dict[str, Any]:
     """Load with a user's hook that raises on the last rank."""
 
     def raises(*args: Any) -> None:
@@ -261,7 +261,7 @@ def raised_by_a_hook(scene: Scene) -> dict[str, Any]:
 def test_load_hook_that_raises_changes_nothing(twins_of: TwinsOf) -> None:
     is_reported = each(lambda value: value["error"] == "KeyError: 'injected'")
     twins_of(1).deviate(
-        raised_by_a_hook,
+        load_with_failing_hook,
         ORIGINALS,
         torch_does=lambda outcomes: is_reported(outcomes) and has_changed(outcomes),
         we_do=lambda outcomes: is_reported(outcomes) and is_as_before(outcomes),
@@ -407,7 +407,7 @@ def test_shard_with_padding_is_refused_before_buffers_are_loaded(twins_of: Twins
     twins_of(2).check_both(is_refused, load_with_fault, Setup(), **arguments)
 
 
-def of_another_world(scene: Scene, *, kind: str) -> dict[str, Any]:
+def load_from_half_world(scene: Scene, *, kind: str) -> dict[str, Any]:
     """Load a state dict that was saved over half of the ranks."""
     half = Setup("HYBRID_SHARD", ranks="groups", shards=scene.rank.world_size // 2, wrap=scene.setup.wrap)
     origin = scene.wrapped(scene.tree.build(1), half)
@@ -419,6 +419,6 @@ def of_another_world(scene: Scene, *, kind: str) -> dict[str, Any]:
 @clause("distributed.fsdp.fsdp_state_dict.another_world")
 @pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
 def test_state_dict_of_half_world_is_refused(twins_of: TwinsOf, kind: str) -> None:
-    for rank, value in enumerate(twins_of(4).values(of_another_world, FLAT, kind=kind)):
+    for rank, value in enumerate(twins_of(4).values(load_from_half_world, FLAT, kind=kind)):
         assert f"rank {rank} of 4 got" in value["error"]
         assert not value["changed"]

@@ -202,7 +202,7 @@ class PeakBytes(TorchDispatchMode):
         return result
 
 
-def held_while_saving(scene: Scene) -> tuple[int, float]:
+def peak_while_saving(scene: Scene) -> tuple[int, float]:
     """Return the bytes of one large unit's state dict on this rank, and the peak memory as a multiple of the model.
 
     The peak does not include this rank's shard.
@@ -221,7 +221,7 @@ def held_while_saving(scene: Scene) -> tuple[int, float]:
 @clause("distributed.fsdp.fsdp_state_dict.held_once")
 @pytest.mark.world_sizes(fewest=2)
 def test_full_state_dict_is_stored_once(cpu_twins: Twins) -> None:
-    (bytes_of_dict, times_the_model), *others = cpu_twins.values(held_while_saving)
+    (bytes_of_dict, times_the_model), *others = cpu_twins.values(peak_while_saving)
     assert bytes_of_dict == 5 * 4 * (1792 * 1792 + 1792)
     assert 1 <= times_the_model < 1.4
     assert all(bytes_of_dict == 0 and times_the_model < 0.4 for bytes_of_dict, times_the_model in others)
@@ -269,7 +269,7 @@ def test_state_dict_loads_values_on_demand(twins: Twins, strategy: str, setup: S
         assert outcome.value["loaded"] is (not fault)
 
 
-def held_while_loading(scene: Scene) -> float:
+def peak_while_loading(scene: Scene) -> float:
     """Return the peak memory, as a multiple of the model, while many units load a dict that is read on demand."""
     torch.manual_seed(1)
     body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
@@ -284,7 +284,7 @@ def held_while_loading(scene: Scene) -> float:
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
 @pytest.mark.world_sizes(fewest=2)
 def test_values_on_demand_are_freed_while_loading(cpu_twins: Twins) -> None:
-    for times_the_model in cpu_twins.values(held_while_loading):
+    for times_the_model in cpu_twins.values(peak_while_loading):
         assert 0 < times_the_model < 0.9
 
 
@@ -326,10 +326,14 @@ class Received(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            received = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor)]
+            bytes_of_optimizer_state = [
+                tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor)
+            ]
             is_exchange = func.__name__.startswith("alltoall")
             self.bytes += sum(
-                tensor.nbytes for tensor in received if is_exchange or tensor.is_floating_point()
+                tensor.nbytes
+                for tensor in bytes_of_optimizer_state
+                if is_exchange or tensor.is_floating_point()
             )
         return func(*args, **(kwargs or {}))
 
@@ -337,7 +341,7 @@ class Received(TorchDispatchMode):
 receives_all = each(lambda value: min(value["saving"], value["loading"]) >= value["whole"])
 
 
-def received(scene: Scene, way: StateDictMethod) -> dict[str, int]:
+def bytes_of_optimizer_state(scene: Scene, way: StateDictMethod) -> dict[str, int]:
     """Return the bytes that this rank receives, and the bytes of full states, of single rows and of its shard."""
     optimizer = Optimized().stepped(scene.model)
     with Received() as saving:
@@ -365,7 +369,7 @@ def test_each_rank_receives_only_its_rows(cpu_twins: Twins, setup: Setup) -> Non
         return 0 < value["saving"] <= part and 0 < value["loading"] <= 2 * value["shard"]
 
     way = StateDictMethod("SHARDED")
-    cpu_twins.deviate(received, setup, way=way, torch_does=receives_all, we_do=each(is_least))
+    cpu_twins.deviate(bytes_of_optimizer_state, setup, way=way, torch_does=receives_all, we_do=each(is_least))
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.bytes_received")
@@ -381,10 +385,10 @@ def test_rank0_only_saving_sends_states_to_first_rank_only(cpu_twins: Twins, set
         return is_once and all(parts) and all(value["saving"] == 0 for value in others)
 
     way = StateDictMethod("FULL", rank0_only=True)
-    cpu_twins.deviate(received, setup, way=way, torch_does=receives_all, we_do=are_right)
+    cpu_twins.deviate(bytes_of_optimizer_state, setup, way=way, torch_does=receives_all, we_do=are_right)
 
 
-def traffic(scene: Scene) -> dict[str, int]:
+def bytes_of_sharded_state_dict(scene: Scene) -> dict[str, int]:
     """Return the bytes that saving and loading SHARDED_STATE_DICT leave on this rank."""
     set_form(scene.library, scene.model, Form("SHARDED"))
     with Received() as saving:
@@ -404,7 +408,7 @@ def test_sharded_state_dict_moves_at_most_the_share_of_a_rank(cpu_twins: Twins, 
     elements = sum(p.numel() for p in plain) / cpu_twins.world_size + sum(p[0].numel() for p in plain)
     share = int(elements * torch.float32.itemsize)
     cpu_twins.deviate(
-        traffic,
+        bytes_of_sharded_state_dict,
         setup,
         torch_does=each(lambda value: min(value["saving"], value["loading"]) > share),
         we_do=each(lambda value: all(0 < moved <= share for moved in (value["saving"], value["loading"]))),

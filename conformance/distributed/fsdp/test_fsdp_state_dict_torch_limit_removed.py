@@ -38,7 +38,7 @@ each_kind = pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 more_worlds = pytest.mark.world_sizes(also=[3])
 
 
-def built_on_meta(scene: Scene, *, form: Form, assign: bool) -> dict[str, Any]:
+def load_into_model_on_meta(scene: Scene, *, form: Form, assign: bool) -> dict[str, Any]:
     """Load into a model that was wrapped on the meta device. Return what was loaded, and whether torch warned.
 
     The unit has initialised its modules, except for the one that it ignores.
@@ -78,7 +78,7 @@ def _wrapped_on_meta(scene: Scene) -> nn.Module:
 @each_kind
 @flat_or_originals
 def test_model_built_on_meta_loads(cpu_twins: Twins, kind: str, setup: Setup) -> None:
-    for value in cpu_twins.values(built_on_meta, setup, form=Form(kind), assign=False):
+    for value in cpu_twins.values(load_into_model_on_meta, setup, form=Form(kind), assign=False):
         assert value == {"ignored": False, "managed": True, "warned": True}
 
 
@@ -87,7 +87,7 @@ def test_model_built_on_meta_loads(cpu_twins: Twins, kind: str, setup: Setup) ->
 @each_kind
 def test_model_built_on_meta_loads_with_assign(cpu_twins: Twins, kind: str) -> None:
     cpu_twins.deviate(
-        built_on_meta,
+        load_into_model_on_meta,
         ORIGINALS,
         form=Form(kind),
         assign=True,
@@ -175,7 +175,7 @@ def test_shards_are_assigned(cpu_twins: Twins) -> None:
     assert all(value["loaded"] for value in cpu_twins.values(assigned, FLAT, form=Form("LOCAL")))
 
 
-def after_an_error_inside(scene: Scene) -> str:
+def type_after_error_inside(scene: Scene) -> str:
     """Return the type that is set after an exception inside the context."""
     types = scene.api.StateDictType
     with contextlib.suppress(KeyError), scene.fsdp.state_dict_type(scene.model, types.SHARDED_STATE_DICT):
@@ -187,14 +187,14 @@ def after_an_error_inside(scene: Scene) -> str:
 @pytest.mark.deviation("fsdp.state_dict_type_after_an_error")
 def test_state_dict_type_is_restored_after_error(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        after_an_error_inside,
+        type_after_error_inside,
         FLAT,
         torch_does=each(lambda kind: kind == "SHARDED_STATE_DICT"),
         we_do=each(lambda kind: kind == "FULL_STATE_DICT"),
     )
 
 
-def set_on_no_unit(scene: Scene) -> Any:
+def enter_without_units(scene: Scene) -> Any:
     """Enter the context for a module without units. Return the result or the error."""
     types = scene.api.StateDictType
 
@@ -209,13 +209,13 @@ def set_on_no_unit(scene: Scene) -> Any:
 @pytest.mark.deviation("fsdp.state_dict_type_without_units")
 def test_state_dict_type_takes_module_without_units(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        set_on_no_unit,
+        enter_without_units,
         torch_does=each(lambda value: value.startswith("KeyError")),
         we_do=each(lambda value: value == "entered"),
     )
 
 
-def saved_while_unsharded(scene: Scene, *, form: Form, rank0_only: bool = False) -> Any:
+def save_while_summoned(scene: Scene, *, form: Form, rank0_only: bool = False) -> Any:
     """Return the shapes in a state dict inside summon_full_params, or the error."""
     set_form(scene.library, scene.model, form)
     with scene.fsdp.summon_full_params(scene.model, rank0_only=rank0_only, writeback=False):
@@ -241,7 +241,7 @@ def test_rank0_only_saves_on_first_rank_while_summoned(
         return "head.weight" in first and all(map(holds_of_others, others))
 
     cpu_twins.deviate(
-        saved_while_unsharded,
+        save_while_summoned,
         setup,
         form=form,
         rank0_only=rank0_only,
@@ -256,10 +256,10 @@ def test_rank0_only_saves_on_first_rank_while_summoned(
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_are_not_saved_while_parameters_are_whole(cpu_twins: Twins) -> None:
     is_error = each(lambda value: str(value).startswith(("ValueError: ", "RuntimeError: ")))
-    cpu_twins.check_both(is_error, saved_while_unsharded, FLAT, form=Form("LOCAL"))
+    cpu_twins.check_both(is_error, save_while_summoned, FLAT, form=Form("LOCAL"))
 
 
-def seen_by_a_hook(scene: Scene) -> Any:
+def hook_sees_full_values(scene: Scene) -> Any:
     """Return whether a module's own hook sees the full parameter and its values in SHARDED_STATE_DICT."""
     whole = scene.whole_parameters()["head.weight"]
     set_form(scene.library, scene.model, Form("SHARDED"))
@@ -279,7 +279,7 @@ def seen_by_a_hook(scene: Scene) -> Any:
 @pytest.mark.world_sizes(fewest=2)
 def test_sharded_state_dict_hooks_see_no_full_values(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        seen_by_a_hook,
+        hook_sees_full_values,
         FLAT,
         torch_does=each(lambda sees_values: sees_values == [True]),
         we_do=each(lambda sees_values: sees_values == [False]),

@@ -269,7 +269,7 @@ def test_dtensors_of_fully_shard_are_clipped_and_loaded(plain_twins_of: TwinsOf,
     plain_twins_of(4).agree(program, parallel=_FULLY)
 
 
-def on_another_mesh(scene: Scene) -> None:
+def shard_over_unrelated_mesh(scene: Scene) -> None:
     """Shard a model over a mesh that is unrelated to the mesh of its DTensor parameters."""
     model = plain_model()
     parallelize_module(model[0], _FULLY.mesh(scene)["model"], {"up": ColwiseParallel()})
@@ -279,7 +279,7 @@ def on_another_mesh(scene: Scene) -> None:
 @clause("distributed.fsdp.fully_shard.tensor_parallel")
 @FULL_PROFILE
 def test_fully_shard_refuses_unrelated_meshes(plain_twins_of: TwinsOf) -> None:
-    outcomes = plain_twins_of(4).agree(on_another_mesh, may_raise=True)
+    outcomes = plain_twins_of(4).agree(shard_over_unrelated_mesh, may_raise=True)
     assert all("mesh" in str(outcome.raised) for outcome in outcomes), outcomes
 
 
@@ -372,7 +372,7 @@ def test_state_dict_reloads_and_trains(mesh_twins: PlainTwins, parallel: Paralle
     assert mesh_twins.like_unsharded(train, of="whole", parallel=parallel, steps=1)(outcomes), outcomes
 
 
-def fit(scene: Scene, rank_at_fault: int) -> str:
+def load_without_key(scene: Scene, rank_at_fault: int) -> str:
     """Load a state dict that lacks a key on one rank. Return the error, or "loaded"."""
     training = ParallelTraining(scene, _FLAT)
     before = training.shards()
@@ -391,7 +391,7 @@ def fit(scene: Scene, rank_at_fault: int) -> str:
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 def test_load_failure_on_one_rank_keeps_all_shards(plain_twins_of: TwinsOf) -> None:
     we_do = each(lambda value: value == "RuntimeError, unchanged: True")
-    plain_twins_of(4).deviate(fit, rank_at_fault=1, we_do=we_do)
+    plain_twins_of(4).deviate(load_without_key, rank_at_fault=1, we_do=we_do)
 
 
 def reshard(scene: Scene, path: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:

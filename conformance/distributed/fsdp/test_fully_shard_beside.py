@@ -73,7 +73,7 @@ class _KeepingAllGather(ReportingAllGather):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-def gathered_by_own(scene: Scene) -> list[Any]:
+def gather_by_user(scene: Scene) -> list[Any]:
     """Return the output, and the inputs of a user-defined all-gather.
 
     The last rank has fewer rows of the parameters.
@@ -89,7 +89,7 @@ def gathered_by_own(scene: Scene) -> list[Any]:
 @clause("distributed.fsdp.fully_shard.reduction")
 @pytest.mark.world_sizes(fewest=2)
 def test_user_all_gather_gets_same_inputs_as_in_torch(plain_twins: PlainTwins) -> None:
-    plain_twins.agree(gathered_by_own)
+    plain_twins.agree(gather_by_user)
 
 
 class _Partly(nn.Module):
@@ -104,7 +104,7 @@ class _Partly(nn.Module):
         return (x if self.weight is None else x @ self.weight) + self.empty.sum()
 
 
-def without_elements(scene: Scene, shape: tuple[int, ...], dim: int, has_weight: bool) -> list[Any]:
+def train_without_elements(scene: Scene, shape: tuple[int, ...], dim: int, has_weight: bool) -> list[Any]:
     """Train a unit with an empty parameter and its root for two steps.
 
     Return the shapes of its gradients and the parameters.
@@ -132,7 +132,7 @@ def test_parameter_without_elements_trains(
 ) -> None:
     arguments = {"shape": shape, "dim": dim, "has_weight": has_weight}
     words = (RuntimeError, "_chunk_cat") if dim == 0 else (AssertionError, "requires even sharding")
-    plain_twins.deviate_to_unsharded(without_elements, torch_does=raises(*words), **arguments)
+    plain_twins.deviate_to_unsharded(train_without_elements, torch_does=raises(*words), **arguments)
 
 
 def compiled(scene: Scene, how: str) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _headed(scene: Scene) -> Any:
     return scene.shard(model)
 
 
-def in_chunks(scene: Scene, keeps: bool) -> dict[str, Any]:
+def train_with_chunked_loss(scene: Scene, keeps: bool) -> dict[str, Any]:
     """Train with a chunked loss: after a forward, the head runs forward and backward for two rows at a time.
 
     An evaluation of model and head comes first.
@@ -251,7 +251,7 @@ def in_chunks(scene: Scene, keeps: bool) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.loss_in_chunks")
 @pytest.mark.parametrize("keeps", [False, True])
 def test_chunked_loss_calls_head_unit(plain_twins: PlainTwins, keeps: bool) -> None:
-    plain_twins.agree(in_chunks, keeps=keeps)
+    plain_twins.agree(train_with_chunked_loss, keeps=keeps)
 
 
 def evaluated_again(scene: Scene) -> torch.Tensor:

@@ -200,7 +200,7 @@ def _loss(scene: Scene, model: Any, number: int = 0) -> Tensor:
     return model(batch).square().mean()
 
 
-def of_open_unit(scene: Scene, is_manual: bool) -> dict[str, Any]:
+def finalize_open_unit(scene: Scene, is_manual: bool) -> dict[str, Any]:
     """Run two backwards that leave the first unit open. Return the parameters and gradients."""
     model = _model(scene, is_manual=is_manual)
     for number in range(2):
@@ -213,11 +213,11 @@ def of_open_unit(scene: Scene, is_manual: bool) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.finalization")
 def test_finalization_reduces_open_units(plain_twins: PlainTwins) -> None:
     """Compare manual finalization by the subject with automatic finalization by torch."""
-    expected = plain_twins.of(plain_twins.reference, of_open_unit, is_manual=False)
-    assert_ranks_agree(expected, plain_twins.of_subject(of_open_unit, is_manual=True), TRAINED)
+    expected = plain_twins.of(plain_twins.reference, finalize_open_unit, is_manual=False)
+    assert_ranks_agree(expected, plain_twins.of_subject(finalize_open_unit, is_manual=True), TRAINED)
 
 
-def of_two_roots(scene: Scene) -> dict[str, Any]:
+def finalize_two_roots(scene: Scene) -> dict[str, Any]:
     """Finalize one of two roots that share streams asynchronously, and call the other one meanwhile."""
     first, second = _model(scene), _model(scene)
     scene.api.share_comm_ctx([first, second])
@@ -240,8 +240,8 @@ def of_two_roots(scene: Scene) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.finalization")
 def test_roots_that_share_streams_wait_for_one_finalization(plain_twins: PlainTwins) -> None:
     if _HAS_FINALIZATION:
-        plain_twins.agree(of_two_roots)
-    for value in plain_twins.values(of_two_roots):
+        plain_twins.agree(finalize_two_roots)
+    for value in plain_twins.values(finalize_two_roots):
         assert value["refused"] == [
             f"RuntimeError: {_PENDING}forward",
             "RuntimeError: Another gradient reduction sharing this communication context must be waited on before "
@@ -251,7 +251,7 @@ def test_roots_that_share_streams_wait_for_one_finalization(plain_twins: PlainTw
         ]
 
 
-def of_lost_handle(scene: Scene) -> dict[str, Any]:
+def drop_handle_of_finalization(scene: Scene) -> dict[str, Any]:
     """Drop the handle of an asynchronous finalization. Return the error's notes, and the gradients after a reset."""
     model = _model(scene)
     _loss(scene, model).backward()
@@ -270,7 +270,7 @@ def of_lost_handle(scene: Scene) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.unfinished_finalization")
 def test_error_after_lost_handle_names_cure(plain_twins: PlainTwins) -> None:
-    for value in plain_twins.values(of_lost_handle):
+    for value in plain_twins.values(drop_handle_of_finalization):
         assert "reset_iter_state() of the root if the handle was lost" in value["notes"][0]
 
 

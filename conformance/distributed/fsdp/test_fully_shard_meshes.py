@@ -17,7 +17,7 @@ from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, raise
 from conformance.judge.clauses import clause
 
 
-def on_whole_mesh(
+def train_on_whole_mesh(
     scene: Scene,
     *,
     dims: dict[str, Any],
@@ -108,7 +108,7 @@ def test_named_mesh_dimensions_shard_like_torch(
     world_size: int,
 ) -> None:
     arguments = {"dims": dims, "sizes": sizes, "names": names, "parallel": parallel, "policies": policies}
-    plain_twins_of(math.prod(sizes)).agree(on_whole_mesh, **arguments)
+    plain_twins_of(math.prod(sizes)).agree(train_on_whole_mesh, **arguments)
 
 
 def place_on_replicas(scene: Scene) -> None:

@@ -46,7 +46,7 @@ class _Waves(nn.Module):
         return output if self.scale is None else output * self.scale
 
 
-def of_complex(
+def train_complex(
     scene: Scene, dtype: torch.dtype, has_scale: bool, replicates: bool, policy: Mapping[str, torch.dtype]
 ) -> dict[str, Any]:
     """Run two steps with complex parameters, which may be in one group with a real parameter.
@@ -77,7 +77,7 @@ def of_complex(
 def test_complex_parameters_train_like_torch(
     plain_twins: PlainTwins, dtype: torch.dtype, has_scale: bool, replicates: bool
 ) -> None:
-    plain_twins.agree(of_complex, dtype=dtype, has_scale=has_scale, replicates=replicates, policy={})
+    plain_twins.agree(train_complex, dtype=dtype, has_scale=has_scale, replicates=replicates, policy={})
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
@@ -89,7 +89,7 @@ def test_complex_parameters_train_like_torch(
 def test_complex_parameters_keep_their_dtype(
     plain_twins: PlainTwins, policy: Mapping[str, torch.dtype]
 ) -> None:
-    plain_twins.agree(of_complex, policy=policy, **_COMPLEX)
+    plain_twins.agree(train_complex, policy=policy, **_COMPLEX)
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
@@ -99,10 +99,10 @@ def test_real_reduce_dtype_keeps_imaginary_parts(
     plain_twins: PlainTwins, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype
 ) -> None:
     expected = plain_twins.of(
-        plain_twins.reference, of_complex, policy={"param_dtype": param_dtype}, **_COMPLEX
+        plain_twins.reference, train_complex, policy={"param_dtype": param_dtype}, **_COMPLEX
     )
     plain_twins.deviate(
-        of_complex,
+        train_complex,
         policy={"param_dtype": param_dtype, "reduce_dtype": reduce_dtype},
         we_do=functools.partial(does_as, expected),
         may_agree=param_dtype == reduce_dtype and not is_torch_in(">=2.15"),
@@ -208,7 +208,7 @@ def _of_two(model: Mixed) -> None:
     model.inner.double()
 
 
-def of_two_dtypes(scene: Scene, thaws: str) -> dict[str, Any]:
+def train_two_dtypes(scene: Scene, thaws: str) -> dict[str, Any]:
     """Train layers of two dtypes, one of which is frozen until the first step is done."""
     model = _model(_of_two).to(scene.rank.device)
     if thaws:
@@ -217,9 +217,9 @@ def of_two_dtypes(scene: Scene, thaws: str) -> dict[str, Any]:
     return _trained(scene, model, thaws)
 
 
-def of_two_dtypes_unsharded(scene: Scene, thaws: str) -> dict[str, Any]:
+def train_two_dtypes_unsharded(scene: Scene, thaws: str) -> dict[str, Any]:
     # On the same device, because its float32 operators round their results before float64 operators use them.
-    return of_two_dtypes(scene.without_sharding(), thaws)
+    return train_two_dtypes(scene.without_sharding(), thaws)
 
 
 def _trained(scene: Scene, model: Mixed, thaws: str = "") -> dict[str, Any]:
@@ -243,11 +243,11 @@ def _trained(scene: Scene, model: Mixed, thaws: str = "") -> dict[str, Any]:
     "thaws", ["", "inner", "router"], ids=["trained", "thaws alone", "thaws with others"]
 )
 def test_parameters_of_two_dtypes_train_like_unsharded(plain_twins: PlainTwins, thaws: str) -> None:
-    expected, *_ = plain_twins.of_subject(of_two_dtypes_unsharded, thaws=thaws)
+    expected, *_ = plain_twins.of_subject(train_two_dtypes_unsharded, thaws=thaws)
     # torch 2.15 requires one dtype only of the parameters that are trainable at first, so it trains thawed ones.
     may_agree = thaws == "inner" and is_torch_in(">=2.15")
     plain_twins.deviate(
-        of_two_dtypes,
+        train_two_dtypes,
         thaws=thaws,
         we_do=lambda outcomes: all(does_as(expected, outcome) for outcome in outcomes),
         may_agree=may_agree,
@@ -267,7 +267,7 @@ class _Quantised(nn.Module):
         return x @ self.weight.to(x.dtype) + self.adapter(x)
 
 
-def of_float8(scene: Scene) -> dict[str, Tensor | None]:
+def gradients_beside_float8(scene: Scene) -> dict[str, Tensor | None]:
     model = _Quantised().to(scene.rank.device)
     scene.shard(model)
     x = torch.linspace(-1, 1, 10, device=scene.rank.device).view(2, 5)
@@ -277,8 +277,8 @@ def of_float8(scene: Scene) -> dict[str, Tensor | None]:
 
 @clause("distributed.fsdp.fully_shard.dtypes_in_a_group")
 def test_adapter_beside_frozen_float8_weight_trains(plain_twins: PlainTwins) -> None:
-    plain_twins.agree(of_float8)
-    plain_twins.agree_with_unsharded(of_float8)
+    plain_twins.agree(gradients_beside_float8)
+    plain_twins.agree_with_unsharded(gradients_beside_float8)
 
 
 def _policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> Any:
@@ -292,7 +292,7 @@ def _policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> An
     )
 
 
-def by_policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
+def train_by_policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
     """Train a model that was created in low precision, with a policy per parameter."""
     model = _model(lambda module: module.to(LOW))
     scene.shard(model, mp_policy=_policy(scene, everywhere, apart))
@@ -304,7 +304,9 @@ def by_policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> 
     }
 
 
-def by_policy_by_hand(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
+def train_by_policy_unsharded(
+    scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]
+) -> dict[str, Any]:
     """Train without sharding: copies of masters compute, and the gradients of all ranks are averaged."""
     model = _model(lambda module: module.to(scene.rank.device, LOW))
     dtypes = {
@@ -367,13 +369,13 @@ def test_precision_policy_per_parameter_trains_like_unsharded(
 ) -> None:
     expected, actual = (
         plain_twins.of_subject(program, everywhere=everywhere, apart=apart)
-        for program in (by_policy_by_hand, by_policy)
+        for program in (train_by_policy_unsharded, train_by_policy)
     )
     assert_ranks_agree(expected, actual)
     values_of(actual)
 
 
-def overridden(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
+def train_with_override(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
     """Train in low precision, except for `layers`, which compute in the dtype of their parameters."""
     model = _model(lambda model: model.to(LOW).to(HIGH))
     own = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
@@ -389,8 +391,8 @@ def overridden(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
     return outcome | {"weight dtypes": model.weight_dtypes, "calls": len(calls)}
 
 
-def overridden_by_hand(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
-    outcome = by_policy_by_hand(scene, (LOW, HIGH, HIGH), dict.fromkeys(layers, (HIGH, HIGH, HIGH)))
+def train_with_override_unsharded(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
+    outcome = train_by_policy_unsharded(scene, (LOW, HIGH, HIGH), dict.fromkeys(layers, (HIGH, HIGH, HIGH)))
     del outcome["has"]
     return outcome | {"calls": len(list(Mixed().parameters()))}
 
@@ -399,12 +401,13 @@ def overridden_by_hand(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("layers", [[], ["norm"], ["norm", "router"]], ids=str)
 def test_dtype_override_trains_like_unsharded(plain_twins: PlainTwins, layers: Sequence[str]) -> None:
     expected, actual = (
-        plain_twins.of_subject(program, layers=layers) for program in (overridden_by_hand, overridden)
+        plain_twins.of_subject(program, layers=layers)
+        for program in (train_with_override_unsharded, train_with_override)
     )
     assert_ranks_agree(expected, actual)
     values_of(actual)
     if is_torch_in(">=2.15"):
-        plain_twins.agree(overridden, layers=layers)
+        plain_twins.agree(train_with_override, layers=layers)
 
 
 def refused_override(scene: Scene, returned: Any) -> str:

@@ -119,7 +119,7 @@ _IN_BLOCKS = {
 }
 
 
-def of_two_groups(scene: Scene, blocks: str) -> dict[str, Any]:
+def train_module_of_two_groups(scene: Scene, blocks: str) -> dict[str, Any]:
     """Train a model of two blocks that contain the same module, of which the last one may not be a unit itself."""
     first, second = _IN_BLOCKS[blocks]
     layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(4)]
@@ -148,7 +148,7 @@ def of_two_groups(scene: Scene, blocks: str) -> dict[str, Any]:
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.parametrize("blocks", _IN_BLOCKS)
 def test_module_of_two_groups_trains_as_one(plain_twins: PlainTwins, blocks: str) -> None:
-    plain_twins.deviate_to_unsharded(of_two_groups, blocks=blocks)
+    plain_twins.deviate_to_unsharded(train_module_of_two_groups, blocks=blocks)
 
 
 def tied_in_two_models(scene: Scene) -> bool:
@@ -308,7 +308,7 @@ def test_prefetch_of_sharer_gathers_parameter_of_owner(plain_twins: PlainTwins) 
     plain_twins.deviate(prefetched, we_do=each(lambda events: events == [*forward, "gather", "backward"]))
 
 
-def of_other_dtypes(scene: Scene, **dtypes: torch.dtype) -> None:
+def shard_sharer_with_dtypes(scene: Scene, **dtypes: torch.dtype) -> None:
     """Shard a unit that shares a parameter but has other dtypes than the owner, and run a forward."""
     model, policy = _model(), scene.api.MixedPrecisionPolicy(**dtypes)
     scene.shard(model.embed)
@@ -322,4 +322,4 @@ def of_other_dtypes(scene: Scene, **dtypes: torch.dtype) -> None:
 @pytest.mark.parametrize("differs", ["param_dtype", "reduce_dtype"])
 def test_tied_parameter_with_two_precisions_is_refused(plain_twins: PlainTwins, differs: str) -> None:
     text = "weight was sharded by an earlier call, as weight: to compute in torch.float64"
-    plain_twins.deviate(of_other_dtypes, **{differs: torch.float32}, we_do=raises(ValueError, text))
+    plain_twins.deviate(shard_sharer_with_dtypes, **{differs: torch.float32}, we_do=raises(ValueError, text))

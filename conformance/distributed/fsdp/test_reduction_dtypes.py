@@ -166,7 +166,7 @@ def assert_rounded_by_dtypes(
                 assert torch.equal(gradient.values.double(), expected), f"{name}: not rounded by {dtypes}"
 
 
-def of_fully_shard(
+def gradients_of_fully_shard(
     scene: Scene, schedule: str, replicates: bool, layers: Layers = Layers()
 ) -> dict[str, list[Tensor]]:
     """Return the gradients of trained float32 parameters under each policy."""
@@ -222,7 +222,7 @@ def test_fully_shard_rounds_by_its_policy(
     plain_twins: PlainTwins, schedule: str, replicates: bool, layers: Layers
 ) -> None:
     arguments: dict[str, Any] = {"schedule": schedule, "replicates": replicates, "layers": layers}
-    outcomes = plain_twins.agree(of_fully_shard, tolerance=EXACT, **arguments)
+    outcomes = plain_twins.agree(gradients_of_fully_shard, tolerance=EXACT, **arguments)
     assert_rounded_by_dtypes(outcomes, _of_fully_shard, schedule)
 
 
@@ -240,7 +240,7 @@ def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
         return dtypes if policy[0] is None else replace(dtypes, accumulated=policy[0])
 
     plain_twins.deviate(
-        of_fully_shard,
+        gradients_of_fully_shard,
         schedule="finalized",
         replicates=replicates,
         we_do=is_rounded_by(_of_fully_shard),
@@ -250,7 +250,9 @@ def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
 
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
 def test_replicas_accumulate_reduced_gradients_in_reduction_dtype(plain_twins_of: TwinsOf) -> None:
-    outcomes = plain_twins_of(2).agree(of_fully_shard, tolerance=EXACT, schedule="deferred", replicates=True)
+    outcomes = plain_twins_of(2).agree(
+        gradients_of_fully_shard, tolerance=EXACT, schedule="deferred", replicates=True
+    )
     assert_rounded_by_dtypes(outcomes, _of_fully_shard, "deferred")
 
 
@@ -266,7 +268,7 @@ class _Replicated(nn.Module):
         return (self.weight * rows.to(self.weight.dtype)).sum().full_tensor().clone()  # no view
 
 
-def of_tensor_parallelism(scene: Scene, backwards: int = 1) -> dict[str, Tensor]:
+def gradients_of_tensor_parallelism(scene: Scene, backwards: int = 1) -> dict[str, Tensor]:
     """Return the gradient under each policy. All ranks are in one group of tensor parallelism.
 
     Several backwards run under policies with a wide `reduce_dtype`, since narrow sums depend on their order.
@@ -298,7 +300,7 @@ def expected_of_tensor_parallelism(summed: torch.dtype, dtypes: Dtypes, world_si
 
 @clause("distributed.fsdp.fully_shard.tensor_parallel_reduction_dtype")
 def test_tensor_parallelism_sums_gradients_in_their_dtype(plain_twins_of: TwinsOf) -> None:
-    outcomes = plain_twins_of(2).agree(of_tensor_parallelism, tolerance=EXACT)
+    outcomes = plain_twins_of(2).agree(gradients_of_tensor_parallelism, tolerance=EXACT)
     for name, policy in POLICIES.items():
         dtypes = _of_fully_shard(policy)
         summed = dtypes.accumulated if _FOLLOWS_PARAM else dtypes.computed
@@ -309,7 +311,7 @@ def test_tensor_parallelism_sums_gradients_in_their_dtype(plain_twins_of: TwinsO
 
 @clause("distributed.fsdp.fully_shard.tensor_parallel_reduction_dtype")
 def test_tensor_parallelism_accumulates_gradients_in_reduce_dtype(plain_twins_of: TwinsOf) -> None:
-    plain_twins_of(2).agree(of_tensor_parallelism, backwards=BACKWARDS)
+    plain_twins_of(2).agree(gradients_of_tensor_parallelism, backwards=BACKWARDS)
 
 
 class TwoGradDtypes(nn.Module):
@@ -324,7 +326,7 @@ class TwoGradDtypes(nn.Module):
         return self.first(coefficients).float() + self.second(coefficients).float()
 
 
-def of_grad_dtype(scene: Scene, schedule: str) -> list[Tensor]:
+def gradients_by_grad_dtype(scene: Scene, schedule: str) -> list[Tensor]:
     """Return the gradients of both parameters."""
     model: Any = TwoGradDtypes().to(scene.rank.device)
     scene.shard(model)
@@ -335,9 +337,9 @@ def of_grad_dtype(scene: Scene, schedule: str) -> list[Tensor]:
 @pytest.mark.parametrize("schedule", ["one", "accumulated"])
 def test_gradients_follow_grad_dtype_of_each_parameter(plain_twins: PlainTwins, schedule: str) -> None:
     if _FOLLOWS_PARAM:
-        outcomes = plain_twins.agree(of_grad_dtype, tolerance=EXACT, schedule=schedule)
+        outcomes = plain_twins.agree(gradients_by_grad_dtype, tolerance=EXACT, schedule=schedule)
     else:  # torch ignores `grad_dtype`
-        outcomes = plain_twins.of_subject(of_grad_dtype, schedule=schedule)
+        outcomes = plain_twins.of_subject(gradients_by_grad_dtype, schedule=schedule)
     dtypes = (Dtypes(LOW, SINGLE, SINGLE, SINGLE), Dtypes(LOW, LOW, SINGLE, LOW))
     for gradients in values_of(outcomes):
         for gradient, expected_by in zip(gradients, dtypes, strict=True):
@@ -346,7 +348,7 @@ def test_gradients_follow_grad_dtype_of_each_parameter(plain_twins: PlainTwins, 
             assert torch.equal(gradient.values.double(), expected), expected_by
 
 
-def of_kept_grad_dtype(scene: Scene, changes: str) -> list[str]:
+def grad_dtypes_after_change(scene: Scene, changes: str) -> list[str]:
     """Return the dtypes of gradients after the parameters were cast or assigned."""
     model: Any = TwoGradDtypes().to(scene.rank.device)
     scene.shard(model)
@@ -365,12 +367,12 @@ def test_grad_dtype_outlives_changes_of_parameters(
     plain_twins: PlainTwins, changes: str, own: torch.dtype
 ) -> None:
     if _FOLLOWS_PARAM:
-        plain_twins.agree(of_kept_grad_dtype, tolerance=EXACT, changes=changes)
-    for dtypes in plain_twins.values(of_kept_grad_dtype, changes=changes):
+        plain_twins.agree(grad_dtypes_after_change, tolerance=EXACT, changes=changes)
+    for dtypes in plain_twins.values(grad_dtypes_after_change, changes=changes):
         assert dtypes == [str(SINGLE), str(own)]
 
 
-def of_unused_with_any_dtype(
+def reduce_unused_with_any_dtype(
     scene: Scene, reduce_dtype: torch.dtype | None
 ) -> tuple[str | None, Tensor | None]:
     """Reduce unused parameters of which one has `grad_dtype=None`. Return the error, or the first one's gradient."""
@@ -390,15 +392,15 @@ def test_zeros_for_unused_parameters_need_one_dtype(
     plain_twins: PlainTwins, reduce_dtype: torch.dtype | None
 ) -> None:
     if _FOLLOWS_PARAM:
-        plain_twins.agree(of_unused_with_any_dtype, tolerance=EXACT, reduce_dtype=reduce_dtype)
-    for error, _ in plain_twins.values(of_unused_with_any_dtype, reduce_dtype=reduce_dtype):
+        plain_twins.agree(reduce_unused_with_any_dtype, tolerance=EXACT, reduce_dtype=reduce_dtype)
+    for error, _ in plain_twins.values(reduce_unused_with_any_dtype, reduce_dtype=reduce_dtype):
         assert (error is None) == (reduce_dtype is not None)
         assert (
             error is None or "grad_dtype=None requires an explicit MixedPrecisionPolicy.reduce_dtype" in error
         )
 
 
-def of_fsdp(
+def gradients_of_fsdp(
     scene: Scene, *, schedule: str, strategy: str, layers: Layers = Layers()
 ) -> dict[str, list[Tensor]]:
     return {name: _by_fsdp(scene, policy, schedule, strategy, layers) for name, policy in POLICIES.items()}
@@ -433,11 +435,11 @@ def test_fsdp_rounds_by_its_mixed_precision(
     twins: Twins, schedule: str, strategy: str, layers: Layers
 ) -> None:
     arguments: dict[str, Any] = {"schedule": schedule, "strategy": strategy, "layers": layers}
-    outcomes = twins.agree(of_fsdp, tolerance=EXACT, **arguments)
+    outcomes = twins.agree(gradients_of_fsdp, tolerance=EXACT, **arguments)
     assert_rounded_by_dtypes(outcomes, _of_fsdp, schedule)
 
 
-def of_existing_gradient(scene: Scene, *, strategy: str) -> Tensor:
+def gradient_added_to_existing(scene: Scene, *, strategy: str) -> Tensor:
     """Return the gradient after a backward that adds to a `.grad` of 1 / 3, which no low precision can hold."""
     mixed = scene.api.MixedPrecision(LOW, cast_forward_inputs=False)
     model = scene.wrap(Weighted(), strategy=strategy, mixed_precision=mixed, use_orig_params=True)
@@ -456,7 +458,7 @@ def of_existing_gradient(scene: Scene, *, strategy: str) -> Tensor:
 def test_existing_gradients_keep_their_precision(twins: Twins, strategy: str) -> None:
     added = expected_gradient(_of_fsdp((LOW, None)), twins.world_size, "one").float()
     twins.deviate(
-        of_existing_gradient,
+        gradient_added_to_existing,
         strategy=strategy,
         torch_does=each(lambda gradient: torch.equal(gradient.values, gradient.values.to(LOW).float())),
         we_do=each(lambda gradient: torch.equal(gradient.values, added + 1 / 3)),

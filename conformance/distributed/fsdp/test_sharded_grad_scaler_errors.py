@@ -107,7 +107,7 @@ def test_calls_that_raise_on_all_ranks_change_nothing(twins: Twins) -> None:
         assert [number for number, outcome in enumerate(outcomes) if outcome.raised] == raising
 
 
-def in_anothers_group(scene: Scene) -> str | None:
+def unscale_in_group_of_another_rank(scene: Scene) -> str | None:
     """Give every rank but the last a group that only has the last rank. Return the error of unscale_."""
     alone = dist.new_group([scene.rank.world_size - 1])
     scaler = scene.library.find(SCALER)(scene.rank.device.type, process_group=alone)
@@ -121,7 +121,7 @@ def in_anothers_group(scene: Scene) -> str | None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.anothers_group")
 def test_group_without_this_rank_is_refused(twins_of: TwinsOf) -> None:
-    for outcomes in twins_of(2).of_both(in_anothers_group):
+    for outcomes in twins_of(2).of_both(unscale_in_group_of_another_rank):
         assert [error is not None for error in values_of(outcomes)] == [True, False]
 
 

@@ -29,7 +29,7 @@ from conformance.strategies.fused_steps import TORCH_HAS_NO_FUSED_STEP
 from conformance.strategies.scaling import judge_added_method
 
 
-def judge(
+def judge_fused_step(
     twins: Twins, program: Any, judged: Callable[[list[Any]], None], scaler: str = SCALER, **arguments: Any
 ) -> None:
     """Run the program on the ranks of each library. `judged` asserts the expected results of all ranks."""
@@ -173,7 +173,7 @@ def judge_training(
                     assert_close_norm(label, norm, own_norm)
                 assert_all_close(f"{label}parameters", whole, own_whole, TRAINED)
 
-    judge(twins, sharded, judged, scaler, sharding=sharding, grad_outcomes=grad_outcomes, **how)
+    judge_fused_step(twins, sharded, judged, scaler, sharding=sharding, grad_outcomes=grad_outcomes, **how)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.as_unsharded")
@@ -268,7 +268,7 @@ def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, sca
                 pairs = [(full, own) for full, own in zip(whole, own_whole, strict=True) if own is not None]
                 assert_all_close(f"{label}parameters", *map(list, zip(*pairs, strict=True)), TRAINED)
 
-    judge(twins_of(4), over_meshes, judged, scaler, kind=kind, grad_outcomes=grad_outcomes)
+    judge_fused_step(twins_of(4), over_meshes, judged, scaler, kind=kind, grad_outcomes=grad_outcomes)
 
 
 # Placements of a parameter and of its gradient, for one parameter each.
@@ -336,7 +336,7 @@ def test_fused_step_of_other_placements_matches_unsharded(
             assert_all_close(f"{label}parameters", [*map(torch.detach, values)], own_params, TRAINED)
 
     how = {"params": params, "joint": joint, "keep_norms": keep_norms}
-    judge(twins, with_other_placements, judged, scaler, **how)
+    judge_fused_step(twins, with_other_placements, judged, scaler, **how)
 
 
 def one_fails(scene: Scene, *, scaler: str, failure: str, beside: str) -> tuple[Any, Any, list[float]]:
@@ -404,7 +404,7 @@ def test_fused_step_failure_on_one_rank_is_reported(
         assert [*parameters] == [[1.0] * 4] * cpu_twins.world_size
         assert [*later] == [None] * cpu_twins.world_size
 
-    judge(cpu_twins, one_fails, judged, failure=failure, beside=beside)
+    judge_fused_step(cpu_twins, one_fails, judged, failure=failure, beside=beside)
 
 
 def sharded_one_fails(scene: Scene, *, scaler: str, is_unscaled: bool) -> tuple[Any, list[Any]]:
@@ -435,7 +435,7 @@ def test_failure_of_sharded_step_by_optimizer_is_reported(cpu_twins: Twins, is_u
         for rank, values in enumerate(parameters):
             assert_all_close(f"parameters on rank {rank}", expected, values, TRAINED)
 
-    judge(cpu_twins, sharded_one_fails, judged, is_unscaled=is_unscaled)
+    judge_fused_step(cpu_twins, sharded_one_fails, judged, is_unscaled=is_unscaled)
 
 
 def no_optimizer(scene: Scene, *, scaler: str) -> list[Any]:
@@ -456,4 +456,4 @@ def test_fused_step_refuses_object_that_is_no_optimizer(cpu_twins: Twins) -> Non
             assert "expected an optimizer, which has param_groups, got Linear" in str(refused)
             assert then is None
 
-    judge(cpu_twins, no_optimizer, judged)
+    judge_fused_step(cpu_twins, no_optimizer, judged)
