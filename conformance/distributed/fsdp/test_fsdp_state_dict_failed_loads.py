@@ -66,6 +66,7 @@ def _lengthen_shards(state_dict: dict[str, Any]) -> None:
             shard.tensor = nn.functional.pad(shard.tensor, [0, 1])
 
 
+# Changes that make a state dict faulty, by fault.
 DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "missing": lambda state_dict: (state_dict.pop(WEIGHT), state_dict.pop("head.bias")),
     "missing buffer": lambda state_dict: state_dict.pop(BUFFER),

@@ -64,6 +64,19 @@ def test_torch_cannot_offload_full_state_dict_on_cpu(torch_cannot: Callable[...,
     torch_cannot(state_dicts.save_after_backward, FLAT, form=form)
 
 
+@clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")
+@pytest.mark.parametrize("rank0_only", [False, True])
+@flat_or_originals
+def test_full_state_dict_offloads_to_cpu(cpu_twins: Twins, setup: Setup, rank0_only: bool) -> None:
+    """The dict equals torch's dict without offload."""
+    config = {"rank0_only": rank0_only}
+    expected, actual = (
+        cpu_twins.of(library, state_dicts.save_after_backward, setup, form=Form("FULL", flags))
+        for library, flags in ((cpu_twins.reference, config), (cpu_twins.subject, config | _TO_CPU))
+    )
+    assert_ranks_agree(contents_of(expected), contents_of(actual), EXACT)
+
+
 def shard_placements(scene: Scene, *, form: Form) -> list[tuple[bool, bool]]:
     set_form(scene.library, scene.model, form)
     return _placements(scene, scene.model.state_dict(), offloads=form.config.get("offload_to_cpu", False))
@@ -83,6 +96,19 @@ def _placements(scene: Scene, saved: Mapping[str, Any], *, offloads: bool) -> li
                     (shard.tensor.device == device, shard_metadata.placement.device() == device)
                 )
     return placements
+
+
+def judge_all_on_requested_device(twins: Twins, program: Program, offloads: bool, **arguments: Any) -> None:
+    """Judge a deviation: all shards and their metadata must be on the requested device."""
+    twins.deviate(
+        program,
+        FLAT,
+        torch_does=each(lambda placements: {*placements} == {(not offloads, offloads)}),
+        we_do=each(lambda placements: {*placements} == {(True, True)}),
+        # torch agrees for LOCAL_STATE_DICT, and for groups that serve no other device.
+        may_agree=True,
+        **arguments,
+    )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
@@ -140,18 +166,6 @@ def test_unsharded_states_are_offloaded(twins: Twins, strategy: str, device: str
     )
 
 
-def judge_all_on_requested_device(twins: Twins, program: Program, offloads: bool, **arguments: Any) -> None:
-    twins.deviate(
-        program,
-        FLAT,
-        torch_does=each(lambda placements: {*placements} == {(not offloads, offloads)}),
-        we_do=each(lambda placements: {*placements} == {(True, True)}),
-        # torch agrees for LOCAL_STATE_DICT, and for groups that serve no other device.
-        may_agree=True,
-        **arguments,
-    )
-
-
 @clause("distributed.fsdp.fsdp_state_dict.placed")
 @pytest.mark.deviation("fsdp.offloaded_state_dicts")
 @pytest.mark.world_sizes(fewest=2)
@@ -164,19 +178,6 @@ def test_shards_of_flat_parameters_are_offloaded(twins: Twins) -> None:
         we_do=each(lambda placements: {*placements} == {(True, True)}),
         may_agree=True,  # torch agrees on the CPU
     )
-
-
-@clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")
-@pytest.mark.parametrize("rank0_only", [False, True])
-@flat_or_originals
-def test_full_state_dict_offloads_to_cpu(cpu_twins: Twins, setup: Setup, rank0_only: bool) -> None:
-    """The dict equals torch's dict without offload."""
-    config = {"rank0_only": rank0_only}
-    expected, actual = (
-        cpu_twins.of(library, state_dicts.save_after_backward, setup, form=Form("FULL", flags))
-        for library, flags in ((cpu_twins.reference, config), (cpu_twins.subject, config | _TO_CPU))
-    )
-    assert_ranks_agree(contents_of(expected), contents_of(actual), EXACT)
 
 
 class PeakBytes(TorchDispatchMode):
