@@ -162,7 +162,7 @@ def compiled(scene: Scene, how: str) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
-def test_blocks_may_be_compiled(plain_twins: PlainTwins, how: str) -> None:
+def test_compiled_blocks_train_like_torch(plain_twins: PlainTwins, how: str) -> None:
     assert all(outcome.value["compiles"] for outcome in plain_twins.agree(compiled, how=how))
 
 
@@ -250,7 +250,7 @@ def train_with_chunked_loss(scene: Scene, keeps: bool) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.loss_in_chunks")
 @pytest.mark.parametrize("keeps", [False, True])
-def test_chunked_loss_calls_head_unit(plain_twins: PlainTwins, keeps: bool) -> None:
+def test_chunked_loss_trains_like_torch(plain_twins: PlainTwins, keeps: bool) -> None:
     plain_twins.agree(train_with_chunked_loss, keeps=keeps)
 
 
@@ -282,7 +282,7 @@ def unit_called_directly(scene: Scene) -> dict[str, Any]:
 
 
 @clause("distributed.fsdp.fully_shard.units_called_directly")
-def test_unit_with_part_of_a_group_is_called_directly(plain_twins: PlainTwins) -> None:
+def test_unit_called_without_head_of_its_group_trains(plain_twins: PlainTwins) -> None:
     plain_twins.agree(unit_called_directly)
 
 

@@ -315,7 +315,7 @@ def test_step_before_finalization_raises(plain_twins: PlainTwins, program: str) 
 @pytest.mark.deviation("fully_shard.step_before_finalization")
 @pytest.mark.parametrize("program", EARLY_STEPS)
 @pytest.mark.world_sizes(fewest=2)
-def test_step_before_finalization_is_not_silent(plain_twins: PlainTwins, program: str) -> None:
+def test_step_before_finalization_raises_unlike_torch(plain_twins: PlainTwins, program: str) -> None:
     plain_twins.deviate(
         play,
         calls=EARLY_STEPS[program],

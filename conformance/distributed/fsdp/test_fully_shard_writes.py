@@ -243,7 +243,9 @@ def removed_or_untied(scene: Scene, how: str, when: str) -> list[Any]:
 @pytest.mark.deviation("fully_shard.removed_or_untied")
 @pytest.mark.parametrize("when", ["before", "after", "unsharded"])
 @pytest.mark.parametrize("how", ["untied", "deleted", "none"])
-def test_change_of_places_is_refused_until_undone(plain_twins: PlainTwins, how: str, when: str) -> None:
+def test_removed_or_untied_parameter_is_refused_until_restored(
+    plain_twins: PlainTwins, how: str, when: str
+) -> None:
     words = ("as 1.weight but not as 0.weight", "replace it at all places")
     if how != "untied":
         words = ("1.bias was removed", "remove or parametrize it before fully_shard")
