@@ -38,6 +38,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     values_of,
 )
 from conformance.judge.clauses import clause
+from conformance.judge.judgement import unavailable
 from conformance.judge.outcome import Outcome
 from conformance.judge.tolerances import EXACT
 
@@ -313,6 +314,16 @@ def test_states_of_offloaded_parameters_match_torch(cpu_twins: Twins, strategy: 
         for library, setup in pairs
     )
     assert_ranks_agree(expected, actual, EXACT)
+
+
+@clause("distributed.fsdp.fsdp_state_dict.parameters_on_the_cpu")
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+def test_states_of_parameters_offloaded_from_device_match_torch(twins: Twins, device: str, kind: str) -> None:
+    """The shards are in pinned memory, unlike those of parameters that compute on the CPU."""
+    if device == "cpu":
+        unavailable("an accelerator")
+    offloaded = replace(leaf_by_leaf(), offload_params=True)
+    twins.agree(state_dicts.save_after_backward, offloaded, form=Form(kind))
 
 
 class Received(TorchDispatchMode):

@@ -66,7 +66,10 @@ def _sharded(
         Shard(local, ShardMetadata(*parts[group.rank()], _place_of(group.rank(), local.device, group)))
     ]
     properties = TensorProperties(
-        dtype=local.dtype, requires_grad=local.requires_grad, memory_format=torch.contiguous_format
+        dtype=local.dtype,
+        requires_grad=local.requires_grad,
+        memory_format=torch.contiguous_format,
+        pin_memory=local.is_pinned(),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         own_shards if is_part(parts[group.rank()][1], size) else [],
