@@ -609,6 +609,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Make several roots gather and reduce on the same streams. Call before their first forward.
 
+    The roots then reuse each other's memory of gradients, so compute them on one stream of the user.
+
     Args:
         modules: the roots.
     Raises:
