@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from impl.kernels import no_grad_fast
-from impl.nn.utils._clip_routes import Route, by_device_and_dtype, route_for
+from impl.nn.utils._clip_routes import Route, route_for
 from impl.optim._shards import gradients_of
 
 __all__ = ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"]
@@ -200,8 +200,6 @@ def clip_grad_value_(
     """
     high = float(clip_value)
     route = route_for(_gradients_of(parameters), foreach)
-    if not route.tensors:
-        by_device_and_dtype([])  # raises torch's error for a list without gradients
     if not high >= 0.0:
         raise ValueError(
             f"clip_value is {high}, which would overwrite every gradient; pass a number not below 0"
