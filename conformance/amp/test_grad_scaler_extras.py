@@ -10,6 +10,7 @@ import torch
 
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
+from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Raised, observe
 from conformance.strategies.gradients import Gradient
@@ -49,6 +50,25 @@ def test_step_was_taken_if_gradients_are_finite(
 
     expected = [(last is None, last is None, float(last is not None)) for last in grad_outcomes]
     judge_added_method(deviation, "step_was_taken", probe, lambda outcome: outcome == expected)
+
+
+@clause("amp.grad_scaler.step.was_taken")
+@pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
+def test_step_was_not_taken_if_gradients_of_one_device_are_nonfinite(
+    deviation: DeviationJudge, device: str
+) -> None:
+    if device == "cpu":
+        unavailable("one device type only")
+
+    def probe(library: Library) -> Any:
+        harness = Harness(library, device, FOUR, init_scale=4.0).used()
+        harness.parameters.append(Gradient((5,), seed=8, last=math.inf).parameter("cpu"))
+        harness.optimizer.add_param_group({"params": harness.parameters[-1:]})
+        harness.scaler.unscale_(harness.optimizer)
+        harness.scaler.step(harness.optimizer)
+        return harness.scaler.step_was_taken(harness.optimizer)
+
+    judge_added_method(deviation, "step_was_taken", probe, lambda outcome: outcome is False)
 
 
 @clause("amp.grad_scaler.step.was_taken")
