@@ -54,14 +54,15 @@ def test_step_was_taken_if_gradients_are_finite(
 
 @clause("amp.grad_scaler.step.was_taken")
 @pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
+@pytest.mark.parametrize("optimizer", [*PLAIN, *AMP_AWARE])
 def test_step_was_not_taken_if_gradients_of_one_device_are_nonfinite(
-    deviation: DeviationJudge, device: str
+    deviation: DeviationJudge, device: str, optimizer: str
 ) -> None:
     if device == "cpu":
         unavailable("one device type only")
 
     def probe(library: Library) -> Any:
-        harness = Harness(library, device, FOUR, init_scale=4.0).used()
+        harness = Harness(library, device, FOUR, optimizer, init_scale=4.0).used()
         harness.parameters.append(Gradient((5,), seed=8, last=math.inf).parameter("cpu"))
         harness.optimizer.add_param_group({"params": harness.parameters[-1:]})
         harness.scaler.unscale_(harness.optimizer)
