@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance import simulator
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 WIDTH = 16
@@ -395,6 +396,15 @@ def course(
         bits = _train(loaded, WAYS[way], rank)
         simulator.synchronize()
     return ScheduledTraining(bits, simulator.course(), tuple(simulator.take_unreplayable()))
+
+
+def race(rank: Rank, library: str) -> Outcome:
+    """Read a tensor on the current stream that another stream writes."""
+    del library
+    values = torch.zeros(4, device=rank.device)
+    with torch.Stream(rank.device):
+        values.add_(1)
+    return observe((values * 2).cpu)
 
 
 def pinned_where_cast(rank: Rank) -> list[bool]:

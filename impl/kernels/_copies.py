@@ -89,6 +89,8 @@ def keep_for_current_stream(tensors: Iterable[Tensor | None]) -> None:
     for tensor in tensors:
         if tensor is None or tensor.is_cpu or tensor.is_mps or tensor.is_meta:
             continue
+        if tensor.layout is not torch.strided:  # no operator for it
+            continue
         if stream is None or stream.device != tensor.device:
             stream = torch.accelerator.current_stream(tensor.device)
         tensor.record_stream(stream)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from conformance import simulator
 from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingReduceScatter
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
-from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
@@ -35,10 +36,10 @@ class _Fork(nn.Module):
         main = torch.accelerator.current_stream()
         self.stream.wait_stream(main)
         with self.stream:
-            beside = self.b(x)
+            z = self.b(x)
         y = self.a(x)
         main.wait_stream(self.stream)
-        return y + beside
+        return y + z
 
 
 class _Training:
@@ -65,7 +66,7 @@ class _Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.5)
         self.x = torch.linspace(-1, 1, _UNIT_NUMEL, device=self.device).view(-1, _WIDTH)
 
-    def loss(self, factor: float = 1.0) -> torch.Tensor:
+    def loss(self, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
         return self.model(factor * self.x).square().mean()
 
     def step(self) -> None:
@@ -257,12 +258,9 @@ def persistent_reduce_scatter(scene: Scene) -> dict[str, torch.Tensor]:
     return training.parameters()
 
 
-def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
-    """Return the losses of a training whose hooks step each parameter as soon as it has its gradient."""
-    training = _Training(scene)
-    if scene.shards:
-        training.model.set_is_last_backward(False)
-    for param in training.model.parameters():
+def _step_in_hooks(model: nn.Module) -> None:
+    """Step each parameter as soon as it has its gradient."""
+    for param in model.parameters():
         optimizer = torch.optim.SGD([param], 0.5)
 
         def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -270,6 +268,14 @@ def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
             optimizer.zero_grad()
 
         param.register_post_accumulate_grad_hook(step)
+
+
+def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training that steps in hooks."""
+    training = _Training(scene)
+    _step_in_hooks(training.model)
+    if scene.shards:
+        training.model.set_is_last_backward(False)
     losses = []
     for _ in range(_STEPS):
         losses.append(training.loss())
@@ -277,20 +283,77 @@ def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
     return losses
 
 
-def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
-    """Train with two microbatches a step, of which the last adds a penalty of the parameters to the loss."""
+def steps_in_hooks_of_failed_backward(scene: Scene) -> torch.Tensor:
+    """Return the loss after a backward that steps in hooks and then raises."""
     training = _Training(scene)
+    _step_in_hooks(training.model)
+    factor = torch.ones((), device=training.device, requires_grad=True)
+    factor.register_hook(_fail)
+    tried(training.loss(factor).backward)
+    return training.loss()
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise RuntimeError("the last hook of the backward")
+
+
+def gradient_hooks_before_last_backward(scene: Scene) -> dict[str, torch.Tensor]:
+    """Train with hooks that read a tensor which the user changes after each of two microbatches."""
+    training, scale = _Training(scene), torch.ones((), device=scene.rank.device)
+    for param in training.model.parameters():
+        param.register_hook(lambda gradient: gradient * scale)
     for _ in range(_STEPS):
         for is_last in (False, True):
-            if scene.shards:
-                training.model.set_is_last_backward(is_last)
-            loss = training.loss()
-            if is_last:
-                shards = [
-                    param.to_local() if scene.shards else param for param in training.model.parameters()
-                ]
-                loss = loss + sum(shard.square().sum() for shard in shards)
-            loss.backward()
+            training.model.set_is_last_backward(is_last)
+            training.loss().backward()
+            scale.mul_(0.5)
+        training.step()
+    return training.parameters()
+
+
+def sequence_parallel_forward_on_side_stream(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training whose gradients are partial sums over half of the ranks."""
+    mesh, side = scene.rank.mesh(2, 2, names=("data", "model")), torch.Stream(scene.rank.device)
+    model = nn.Sequential(nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)).to(scene.rank.device)
+    parallelize_module(model, mesh["model"], {"0": SequenceParallel(), "1": SequenceParallel()})
+    scene.shard_children(model, mesh=mesh["data"])
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.5), list[torch.Tensor]()
+    x = torch.linspace(-1, 1, 8 * _WIDTH, device=scene.rank.device).view(2, 4, _WIDTH)
+    for _ in range(_STEPS):
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            losses.append(model(x).to_local().square().mean())
+        torch.accelerator.current_stream().wait_stream(side)
+        losses[-1].backward()
+        with side:
+            next_batch = [torch.full((_WIDTH,), 7.0, device=scene.rank.device) for _ in range(40)]
+        torch.accelerator.current_stream().wait_stream(side)
+        del next_batch
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
+    """Train with three microbatches a step. The last two add a penalty of the parameters to the loss.
+
+    It is computed before the forward, so that it is differentiated last, or after it.
+    """
+    training = _Training(scene)
+
+    def penalty() -> Any:
+        params = training.model.parameters()
+        return sum((param.to_local() if scene.shards else param).square().sum() for param in params)
+
+    for _ in range(_STEPS):
+        if scene.shards:
+            training.model.set_is_last_backward(False)
+        training.loss().backward()
+        # The first layer is reduced before the penalty is differentiated, because its input needs a gradient.
+        (penalty() + training.loss(torch.ones((), device=training.device, requires_grad=True))).backward()
+        if scene.shards:
+            training.model.set_is_last_backward(True)
+        (training.loss() + penalty()).backward()
         training.step()
     return training.parameters()
 
@@ -322,6 +385,7 @@ PROGRAMS = [
     forward_on_side_stream,
     persistent_reduce_scatter,
     steps_in_hooks_before_last_backward,
+    steps_in_hooks_of_failed_backward,
     penalty_of_shards,
 ]
 
@@ -338,12 +402,22 @@ def test_streams_of_user_keep_results(plain_twins: PlainTwins, device: str, prog
 
 @clause("distributed.fsdp.fully_shard.ordered")
 @pytest.mark.world_sizes(fewest=2)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program", [*PROGRAMS, gradient_hooks_before_last_backward], ids=lambda program: program.__name__
+)
 def test_waits_order_accesses_to_memory(plain_twins: PlainTwins, device: str, program: Any) -> None:
     """Run the program. `run_on_ranks` asserts this of every program on the simulated device."""
     if device != simulator.NAME:
         unavailable("the simulated device")
     plain_twins.values(program)
+
+
+@clause("distributed.fsdp.fully_shard.ordered")
+@pytest.mark.world_sizes(fewest=4)
+def test_waits_order_partial_sums_of_tensor_parallelism(plain_twins: PlainTwins, device: str) -> None:
+    if device != simulator.NAME:
+        unavailable("the simulated device")
+    plain_twins.values(sequence_parallel_forward_on_side_stream)
 
 
 @clause("distributed.fsdp.fully_shard.ordered")

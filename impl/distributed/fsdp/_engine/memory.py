@@ -37,7 +37,7 @@ class Memory:
         self._device = device
         self._limits_gathers = limits_gathers
         self._is_idle = is_idle
-        # Units whose memory is not freed yet, with the events of its last uses.
+        # Units whose memory is not freed yet, with the events of their last uses.
         self._resharded: dict[Unshardable, list[torch.Event | None]] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[ViewsOf, torch.dtype], list[Tensor]] = {}

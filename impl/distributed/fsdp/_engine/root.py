@@ -101,9 +101,9 @@ class Root:
         waits_at_end = settings.is_last_backward and not settings.is_finalized_by_user
         if not self.streams.is_async or waits_at_end or self._offloads:
             return False
-        # A hook may have stepped the parameters on REDUCE.
-        groups = (group for unit in self.units for group in unit.param_groups)
-        return not any(param._post_accumulate_grad_hooks for group in groups for param in group.stepped)
+        # Hooks run on REDUCE, and may have stepped the parameters.
+        stepped = (param for unit in self.units for group in unit.param_groups for param in group.stepped)
+        return not any(param._post_accumulate_grad_hooks or param._backward_hooks for param in stepped)
 
     def handle_failed_backward(self) -> None:
         """End a backward that raised. autograd has released its callback without calling it.
@@ -119,6 +119,9 @@ class Root:
             self._ending = None
             for unit in self.units:
                 unit.abandon_backward()
+            # Hooks may have stepped the parameters there.
+            self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.ALL_REDUCE))
+            self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
             self.memory.free_resharded()
             self.order.next_iteration()
 

@@ -23,8 +23,8 @@ Writes that must happen before reads:
   hooks may have stepped the parameters on REDUCE. If nothing is sharded it copies the buffer.
 - A loss that reads the sharded parameters adds to `.grad` on COMPUTE. So REDUCE waits for COMPUTE before it adds, and
   COMPUTE waits for REDUCE at the end of the next outermost forward.
-- COMPUTE waits for REDUCE, too, when the user waits for gradients that a backward left open, and before a scaler takes
-  or returns the gradients of a microbatch.
+- COMPUTE waits for REDUCE, too, when the user waits for gradients that a backward left open, before a scaler takes or
+  returns the gradients of a microbatch, and after a failed backward, whose hooks may have stepped parameters.
 - The host waits for the reduction of a unit, and the copy of its gradients, before a receiver reads them. By then all
   gathers that read the unit's shards have ended, so that the receiver may write to the shards.
 
@@ -50,7 +50,10 @@ Assumptions:
 
 - Memory belongs to the stream that was current when it was allocated, also by resizing a storage, and returns to that
   stream only. `record_stream` is called for gradients that COMPUTE reads, because a module's own streams may have
-  allocated them. It does nothing if COMPUTE has. So memory usage does not depend on the speed of the device.
+  allocated them. It does nothing if COMPUTE has. So memory usage does not depend on the speed of the device, unless
+  work on other streams of the user allocates gradients.
+- A module that computes on streams of its own computes with the unit's inputs there. Gradients that do not flow to an
+  input of the unit may be copied before that stream has computed them.
 - In autograd's hooks the current stream is that of the forward operator whose node is running. In the callback at the
   end of backward it is the stream of the caller of backward, which has waited for all streams that accumulated
   gradients.

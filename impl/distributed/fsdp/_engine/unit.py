@@ -41,14 +41,9 @@ from impl.distributed.fsdp._params.autograd import (
 )
 from impl.distributed.fsdp._params.config import UnitOptions
 from impl.distributed.fsdp._params.nested import Inputs, alias_leaves, cast_inputs
-from impl.distributed.fsdp._params.param_group import (
-    ParamGroup,
-    Unsharded,
-    gradients_are_complete,
-    record_unreduced,
-)
+from impl.distributed.fsdp._params.param_group import ParamGroup, gradients_are_complete, record_unreduced
 from impl.distributed.fsdp.api import BackwardPrefetch
-from impl.kernels import keep_for_current_stream, no_grad_fast, span
+from impl.kernels import no_grad_fast, span
 
 
 class Unit(UnitParams[Group_co]):
@@ -354,7 +349,7 @@ class Unit(UnitParams[Group_co]):
         others = [stream for stream in self._backward.forward_streams if stream != streams.current()]
         for stream in others:
             streams.wait(StreamRole.COMPUTE, streams.record_in(stream))
-        grads = [_taken_gradients(unsharded) for unsharded in self._in_graph]
+        grads = [unsharded.take_gradients() for unsharded in self._in_graph]
         with span("FSDP::post_backward_reshard", self.name):
             if self._is_freed_in_backward():
                 self.reshard()
@@ -421,7 +416,7 @@ class Unit(UnitParams[Group_co]):
     def _keep_gradients(self) -> None:
         """Add the gradients on the views to those that earlier backwards left there."""
         for group, unsharded in zip(self.param_groups, self._in_graph, strict=False):
-            grads = _taken_gradients(unsharded)
+            grads = unsharded.take_gradients()
             if any(grad is not None for grad in grads):
                 group.gradients.accumulate_unreduced(grads)
 
@@ -448,10 +443,3 @@ class Unit(UnitParams[Group_co]):
     def _forget_backward(self) -> None:
         self._backward.inputs.remove_hooks()
         self._backward = BackwardState()
-
-
-def _taken_gradients(unsharded: Unsharded) -> list[Tensor | None]:
-    """Return the gradients and clear `.grad`. COMPUTE reads their memory, which may be that of another stream."""
-    grads = unsharded.take_gradients()
-    keep_for_current_stream(grads)
-    return grads

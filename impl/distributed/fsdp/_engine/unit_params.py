@@ -44,9 +44,8 @@ class GatherState:
     is_kept_by_user: bool = False
     # An evaluation began or ended while the unit was unsharded. A write since the gather may be unnoticed.
     may_be_stale: bool = False
-    readers: list[torch.Stream] = field(
-        default_factory=list
-    )  # streams that were COMPUTE in a use, on a device
+    # On a device, the streams that were COMPUTE in a use.
+    readers: list[torch.Stream] = field(default_factory=list)
 
 
 class UnitParams(Generic[Group_co]):

@@ -11,6 +11,7 @@ from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
 from impl.distributed.fsdp._params.param_registration import ParamInfo
 from impl.distributed.fsdp._params.tensor_parallel import local_of
+from impl.kernels import keep_for_current_stream
 
 
 class UnshardedBuffer:
@@ -144,6 +145,7 @@ class UnshardedBuffer:
     def take_gradients(self) -> list[Tensor | None]:
         """Return the gradients of the views and clear `.grad`. They include the gradient of `flat_param`."""
         grads = [tensor.grad for tensor in self._tensors]
+        keep_for_current_stream(map(local_of, grads))
         for tensor in self.trainable:
             tensor.grad = None
         if any(grad is not None and grad.requires_grad for grad in grads):

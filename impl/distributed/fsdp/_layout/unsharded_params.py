@@ -18,6 +18,8 @@ from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, has_grad_dt
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, leading_view, offsets
 from impl.distributed.fsdp._params.autograd import runs_backward
 from impl.distributed.fsdp._params.param_registration import note_replaced
+from impl.distributed.fsdp._params.tensor_parallel import local_of
+from impl.kernels import keep_for_current_stream
 
 _ALIGNMENT = 16  # alignment in bytes for any dtype
 
@@ -311,6 +313,7 @@ class UnshardedParams:
 
     def take_gradients(self) -> list[Tensor | None]:
         grads = [view.grad for view in self.views]
+        keep_for_current_stream(map(local_of, grads) if self._is_parallel else grads)
         for view in self.views:
             view.grad = None
         self.restore_grad_dtypes()

@@ -57,7 +57,10 @@ class Unsharded(Protocol):
         ...
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Return every parameter's gradient and clear `.grad`."""
+        """Return every parameter's gradient and clear `.grad`.
+
+        The current stream reads their memory, which may be that of another stream.
+        """
         ...
 
     def take_written(self) -> str | None:

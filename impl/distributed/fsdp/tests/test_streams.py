@@ -176,7 +176,7 @@ RECORDS = (
 FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
     "gradients that are reduced are not kept": ("keep_until_reduced", lambda self, buffer: None),
     "shards that replicas sum are not kept": ("keep_until_all_reduced", lambda self, shard: None),
-    "resharded units are freed at once": ("note_resharded", lambda self, unit: unit.free()),
+    "resharded units are freed at once": ("note_resharded", lambda self, unit, readers=(): unit.free()),
     "gathers wait for nothing": ("admit", lambda self, unit: None),
 }
 # A night run tests that each wait is needed, and that these programs detect a missing one.
