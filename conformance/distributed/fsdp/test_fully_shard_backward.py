@@ -17,9 +17,9 @@ from conformance.distributed.fsdp.scenes.fully_shard_training import (
     described,
     full_gradients,
     full_value,
-    held,
     layout_of,
     registered,
+    values_and_gradients,
 )
 from conformance.distributed.fsdp.scenes.prompted_model import Prompted
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, batch_of, blocks
@@ -123,7 +123,7 @@ def stepped_in_backward(scene: Scene, syncs_first: bool) -> dict[str, Any]:
     for number in range(3):
         model.set_requires_gradient_sync(number > 0 or syncs_first)
         model(batch_of(scene, number)).sum().backward()
-    return {"events": events, **held(model)}
+    return {"events": events, **values_and_gradients(model)}
 
 
 @clause("distributed.fsdp.fully_shard.hooks_after_accumulation")
@@ -231,7 +231,7 @@ def kept_by_one_rank(scene: Scene) -> dict[str, Any]:
             logged.append(auxiliary)
         del auxiliary
         output.sum().backward()
-    return held(model)
+    return values_and_gradients(model)
 
 
 @clause("distributed.fsdp.fully_shard.without_a_backward")

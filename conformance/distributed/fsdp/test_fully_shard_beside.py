@@ -16,8 +16,8 @@ from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingAllGa
 from conformance.distributed.fsdp.scenes.fully_shard_training import (
     full_parameters,
     full_value,
-    held,
     registered,
+    values_and_gradients,
 )
 from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
@@ -157,7 +157,7 @@ def compiled(scene: Scene, how: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return {"losses": losses, "held": held(model), "compiles": graphs > 0}
+    return {"losses": losses, "held": values_and_gradients(model), "compiles": graphs > 0}
 
 
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
@@ -180,7 +180,7 @@ def transformed(scene: Scene, how: str) -> dict[str, Any]:
     else:
         result = torch.func.grad(lambda inputs: model(inputs).square().sum())(batch)
     model(batch).sum().backward()
-    return {"made": result.detach(), "held": held(model)}
+    return {"made": result.detach(), "held": values_and_gradients(model)}
 
 
 @clause("distributed.fsdp.fully_shard.transforms")
@@ -242,7 +242,7 @@ def train_with_chunked_loss(scene: Scene, keeps: bool) -> dict[str, Any]:
             model.head.set_reshard_after_backward(True)
             model.head.reshard()
         hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
-        result["held"].append(held(model))
+        result["held"].append(values_and_gradients(model))
         optimizer.step()
         optimizer.zero_grad()
     return result
@@ -278,7 +278,7 @@ def unit_called_directly(scene: Scene) -> dict[str, Any]:
     model = scene.shard(nn.Sequential(unit))
     for number, called in enumerate([model, unit, model]):
         called(batch_of(scene, number)).square().sum().backward()
-    return held(model)
+    return values_and_gradients(model)
 
 
 @clause("distributed.fsdp.fully_shard.units_called_directly")

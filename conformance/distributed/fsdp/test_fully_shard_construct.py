@@ -12,7 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from conformance.distributed.fsdp.scenes.fully_shard_training import described, held, registered
+from conformance.distributed.fsdp.scenes.fully_shard_training import (
+    described,
+    registered,
+    values_and_gradients,
+)
 from conformance.distributed.fsdp.scenes.module_trees import loss_of
 from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, Scene, filled, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, each, raises
@@ -136,7 +140,7 @@ def attributes(scene: Scene) -> dict[str, Any]:
         "a class for each class": type(pair[0]) is type(pair[1]) is not type(chain[0]),
         "names": [name for name, _ in model.named_parameters()],
         "copied": tried(lambda: copy.deepcopy(model)),
-        "held": held(model),
+        "held": values_and_gradients(model),
     }
 
 
@@ -201,7 +205,7 @@ def adapted(scene: Scene, gives: str, around: bool) -> dict[str, Any]:
     return {
         "loss": loss.detach(),
         "held": {name: [described(parameter), described(parameter.grad)] for name, parameter in every},
-        "after": held(model),
+        "after": values_and_gradients(model),
     }
 
 
@@ -360,7 +364,7 @@ def clipped(scene: Scene, by: str) -> dict[str, Any]:
     """Clip with torch's functions, by value or by a norm of order `by`. Return the norm, and whether it clipped."""
     scene.leaf_by_leaf()
     scene.loss().backward()
-    before = held(scene.model)
+    before = values_and_gradients(scene.model)
     parameters = list(scene.model.parameters())
     norm: Any = None
     if by == "value":
@@ -368,7 +372,11 @@ def clipped(scene: Scene, by: str) -> dict[str, Any]:
     else:
         norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1, float(by))
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return {"norm": norm, "held": held(scene.model), "clips": str(held(scene.model)) != str(before)}
+    return {
+        "norm": norm,
+        "held": values_and_gradients(scene.model),
+        "clips": str(values_and_gradients(scene.model)) != str(before),
+    }
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
@@ -400,7 +408,7 @@ def scaled(scene: Scene, overflows: bool) -> dict[str, Any]:
         str(number): {name: described(value) for name, value in parameter_state.items()}
         for number, parameter_state in enumerate(optimizer.state.values())
     }
-    return {"scales": scales, "held": held(scene.model), "state": state}
+    return {"scales": scales, "held": values_and_gradients(scene.model), "state": state}
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
@@ -439,7 +447,7 @@ def forward_method(scene: Scene, registers: bool) -> dict[str, Any]:
     return {
         "made": output.detach(),
         "between": between,
-        "held": held(encoder),
+        "held": values_and_gradients(encoder),
         "input": x.grad,
         "name": encoder.encode.__name__,
         # A library may place the class of a sharded module in any Python module.

@@ -27,7 +27,7 @@ from conformance.distributed.fsdp.scenes.fully_shard_calls import (
     play,
     setting,
 )
-from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding, held
+from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding, values_and_gradients
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes, values_of
@@ -207,7 +207,7 @@ def finalize_open_unit(scene: Scene, is_manual: bool) -> dict[str, Any]:
         _loss(scene, model, number).backward()
     if is_manual:
         model.finalize_backward()
-    return held(model)
+    return values_and_gradients(model)
 
 
 @clause("distributed.fsdp.fully_shard.finalization")
@@ -234,7 +234,7 @@ def finalize_two_roots(scene: Scene) -> dict[str, Any]:
     handle.wait()
     _loss(scene, second, 1).backward()
     second.finalize_backward()
-    return {"refused": refused, "held": [held(first), held(second)]}
+    return {"refused": refused, "held": [values_and_gradients(first), values_and_gradients(second)]}
 
 
 @clause("distributed.fsdp.fully_shard.finalization")
@@ -265,7 +265,7 @@ def drop_handle_of_finalization(scene: Scene) -> dict[str, Any]:
     model.zero_grad()
     _loss(scene, model, 1).backward()
     model.finalize_backward()
-    return {"notes": notes, "held": held(model)}
+    return {"notes": notes, "held": values_and_gradients(model)}
 
 
 @clause("distributed.fsdp.fully_shard.unfinished_finalization")

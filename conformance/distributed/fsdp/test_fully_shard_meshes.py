@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
-from conformance.distributed.fsdp.scenes.fully_shard_training import held, registered
+from conformance.distributed.fsdp.scenes.fully_shard_training import registered, values_and_gradients
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, raises
 from conformance.judge.clauses import clause
@@ -47,10 +47,10 @@ def train_on_whole_mesh(
     for _ in range(2):
         loss = model(batch).square().mean()
         loss.backward()
-        snapshots += [loss.full_tensor().detach(), held(model)]
+        snapshots += [loss.full_tensor().detach(), values_and_gradients(model)]
         optimizer.step()
         optimizer.zero_grad()
-    return [*snapshots, registered(model), held(model)]
+    return [*snapshots, registered(model), values_and_gradients(model)]
 
 
 def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from conformance.distributed.fsdp.scenes.fsdp_training import mesh_of
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_gradients, full_parameters, held
+from conformance.distributed.fsdp.scenes.fully_shard_training import (
+    full_gradients,
+    full_parameters,
+    values_and_gradients,
+)
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, values_of
@@ -64,10 +68,10 @@ def train_complex(
         batch = torch.linspace(-1 - scene.rank.rank, 1 + number, 15, device=scene.rank.device).view(3, 5)
         loss = model(batch).square().mean()
         loss.backward()
-        steps.append((loss.detach(), held(model)))
+        steps.append((loss.detach(), values_and_gradients(model)))
         optimizer.step()
         optimizer.zero_grad()
-    return {"steps": steps, "after": held(model)}
+    return {"steps": steps, "after": values_and_gradients(model)}
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
@@ -118,7 +122,7 @@ def gradients_in_eval(scene: Scene, policy: Mapping[str, torch.dtype]) -> dict[s
         scene.shard(model, mp_policy=scene.api.MixedPrecisionPolicy(**policy)).eval()
         batch = torch.linspace(-1 - scene.rank.rank, 1, 64, device=scene.rank.device).view(4, 16) / 3
         model(batch).abs().pow(3).sum().backward()
-    return held(model)
+    return values_and_gradients(model)
 
 
 @clause("distributed.fsdp.fully_shard.mixed_precision")
@@ -130,10 +134,7 @@ def test_environment_variable_of_fsdp1_changes_no_gradients(
 
 
 def accumulated(scene: Scene, policy: Mapping[str, torch.dtype], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the gradients after each of several backwards, of which only the last one synchronises.
-
-    All ranks have the same data.
-    """
+    """Return the gradients after each of several backwards on equal data. Only the last one synchronises."""
     model: Any = nn.Linear(16, 16, bias=False, dtype=dtype).to(scene.rank.device)
     nn.init.constant_(model.weight, 0.01)
     scene.shard(model, mp_policy=scene.api.MixedPrecisionPolicy(**policy))
@@ -143,7 +144,7 @@ def accumulated(scene: Scene, policy: Mapping[str, torch.dtype], dtype: torch.dt
         # The factor 1 / 3 is inexact in every dtype.
         batch = torch.linspace(-1, 2 + number, 64, device=scene.rank.device).view(4, 16) / 3
         model(batch.to(dtype)).abs().pow(3).sum().backward()
-        shown.append(held(model))
+        shown.append(values_and_gradients(model))
     return {"shown": shown}
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
-from conformance.distributed.fsdp.scenes.fully_shard_training import described, held
+from conformance.distributed.fsdp.scenes.fully_shard_training import described, values_and_gradients
 from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, each, raises
@@ -33,7 +33,7 @@ def save_and_load(scene: Scene, whole: bool) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return [loss.detach(), held(model)]
+        return [loss.detach(), values_and_gradients(model)]
 
     step(0)
     model_state = checkpoints.get_model_state_dict(model, options=options)
@@ -72,7 +72,11 @@ def saved_while_accumulating(scene: Scene, optimizer_type: type[torch.optim.Opti
     model.set_requires_gradient_sync(True)
     model(batch_of(scene, 1)).square().mean().backward()
     optimizer.step()
-    return {"states": _described(states), "lr": optimizer.param_groups[0]["lr"], "held": held(model)}
+    return {
+        "states": _described(states),
+        "lr": optimizer.param_groups[0]["lr"],
+        "held": values_and_gradients(model),
+    }
 
 
 @clause("distributed.fsdp.fully_shard.checkpoint_helpers")
@@ -119,7 +123,7 @@ def full_states(scene: Scene, offloads: bool, flat: bool) -> dict[str, Any]:
         "model": _described(helpers.get_model_state_dict(model, options=options)),
         "optimizer": _described(helpers.get_optimizer_state_dict(model, optimizer, options=options)),
         "both": [_described(state) for state in both],
-        "held": held(model),
+        "held": values_and_gradients(model),
     }
 
 

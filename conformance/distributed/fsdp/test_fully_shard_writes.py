@@ -10,7 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_gradients, full_value, held
+from conformance.distributed.fsdp.scenes.fully_shard_training import (
+    full_gradients,
+    full_value,
+    values_and_gradients,
+)
 from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, each, raises
@@ -415,8 +419,8 @@ def optimizer_made_before_backward(scene: Scene) -> Any:
     loss = model(batch_of(scene, 0)).sum()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss.backward()
-    before = held(model)
-    return {"step": tried(optimizer.step), "trained": str(held(model)) != str(before)}
+    before = values_and_gradients(model)
+    return {"step": tried(optimizer.step), "trained": str(values_and_gradients(model)) != str(before)}
 
 
 @clause("distributed.fsdp.fully_shard.optimizer_made_before")
@@ -437,7 +441,7 @@ def optimizer_made_before(scene: Scene, is_replaced: bool) -> Any:
     if is_replaced:
         optimizer.param_groups[0]["params"] = list(model.parameters())
     model(batch_of(scene, 0)).sum().backward()
-    return {"step": tried(optimizer.step), "held": held(model)}
+    return {"step": tried(optimizer.step), "held": values_and_gradients(model)}
 
 
 @clause("distributed.fsdp.fully_shard.optimizer_made_before")

@@ -13,11 +13,11 @@ from torch import nn
 
 from conformance.distributed.fsdp.scenes.fully_shard_training import (
     Sharding,
-    held,
     registered,
     reshard_all,
     sharded,
     units_of,
+    values_and_gradients,
 )
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
@@ -67,7 +67,7 @@ def play(scene: Scene, calls: Sequence[UnitCall], sharding: Sharding = SHARDED) 
     observed = [scene.make(call) for call in calls]
     if scene.is_evaluated:
         reshard_all(scene.model)
-    return {"seen": observed, "held": held(scene.model)}
+    return {"seen": observed, "held": values_and_gradients(scene.model)}
 
 
 class CallScene(Scene):

@@ -81,7 +81,7 @@ def _trained(
         dist.barrier()
         progress.accumulate(model, step)
         dist.barrier()
-        shards.append(held(model))
+        shards.append(values_and_gradients(model))
         if step is case.steps[-1]:
             whole_gradients = {
                 name: full_value(zero_for_none(parameter)) for name, parameter in model.named_parameters()
@@ -197,7 +197,7 @@ def mesh_for(rank: Rank, sharding: Sharding) -> DeviceMesh | None:
 # -- results of a rank
 
 
-def held(model: nn.Module) -> dict[str, Any]:
+def values_and_gradients(model: nn.Module) -> dict[str, Any]:
     """Return this rank's value and gradient of each parameter."""
     return {
         name: {"value": described(parameter), "grad": described(parameter.grad)}

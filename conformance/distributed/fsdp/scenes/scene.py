@@ -27,7 +27,7 @@ from conformance.distributed.fsdp.scenes.fsdp_training import (
     gathered_parameters,
     wrapped,
 )
-from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD, held
+from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD, values_and_gradients
 from conformance.distributed.fsdp.scenes.module_trees import (
     Batch,
     Leaf,
@@ -233,9 +233,9 @@ class Scene:
         # Without foreach, which does not mix plain tensors with DTensors.
         optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
         loss = self.backward()
-        gradients = held(model)
+        gradients = values_and_gradients(model)
         optimizer.step()
-        return {"loss": loss, "gradients": gradients, "after": held(model)}
+        return {"loss": loss, "gradients": gradients, "after": values_and_gradients(model)}
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}
