@@ -301,6 +301,7 @@ def step_after_failed_forward(scene: Scene, *, api: str, fails: str = "") -> dic
 @pytest.mark.parametrize("fails", ["interrupted", "after body"])
 @each_sharding
 def test_step_after_failed_forward_counts(twins: Twins, api: Api, fails: str) -> None:
+    """torch's next forward uses the old weights, and with flat parameters torch raises RuntimeError."""
     program = step_after_failed_forward
     expected = api.runs(twins, twins.reference, program)
     twins.judge(
@@ -344,6 +345,7 @@ def judge_like_training_without_failure(
 def test_training_continues_after_failed_backward(
     twins: Twins, api: Api, fails: str, checkpointing: str
 ) -> None:
+    """torch's next step includes gradients of the failed backward, or units have no gradients in the step."""
     judge_like_training_without_failure(twins, api, fails=fails, checkpointing=checkpointing)
 
 
@@ -351,12 +353,14 @@ def test_training_continues_after_failed_backward(
 @pytest.mark.deviation("fsdp.behind_a_failed_backward")
 @pytest.mark.parametrize("api", ["flat", "originals"])
 def test_training_continues_after_failed_backward_of_moved_model(twins: Twins, api: str) -> None:
+    """torch's next step includes gradients of the failed backward, or has no gradients."""
     judge_like_training_without_failure(twins, _APIS[api], fails="moved")
 
 
 @clause("distributed.fsdp.failures.in_a_backward")
 @pytest.mark.deviation("fsdp.behind_a_failed_backward")
 def test_training_continues_after_failed_gather_in_backward(twins: Twins) -> None:
+    """torch's unfinished units stay unsharded and have no gradients in the next step."""
     judge_like_training_without_failure(twins, _APIS["fully_shard"], fails="gather in backward")
 
 
@@ -391,6 +395,7 @@ def losses_after_failed_backward(
 @pytest.mark.parametrize("calls_unit", [False, True])
 @each_sharding
 def test_steps_run_after_failed_backward(twins: Twins, api: Api, calls_unit: bool) -> None:
+    """torch's next step includes gradients of the failed backward, or units have no gradients in the step."""
     program, how = losses_after_failed_backward, {"fails": "inside unit", "calls_unit": calls_unit}
     expected = api.runs(twins, twins.reference, program)
     twins.judge(
@@ -407,6 +412,7 @@ def test_steps_run_after_failed_backward(twins: Twins, api: Api, calls_unit: boo
 @pytest.mark.parametrize("fails", ["unit backward", pytest.param("first unit", marks=FULL_PROFILE)])
 @each_api
 def test_gradients_of_earlier_backwards_count(twins: Twins, api: Api, accumulates: str, fails: str) -> None:
+    """torch adds gradients of the failed backward, leaves out those of some units, or raises ValueError."""
     judge_like_training_without_failure(twins, api, fails=fails, accumulates=accumulates, clears=False)
 
 
@@ -414,7 +420,10 @@ def test_gradients_of_earlier_backwards_count(twins: Twins, api: Api, accumulate
 @pytest.mark.deviation("fsdp.behind_a_failed_backward")
 @each_api
 def test_gradients_of_earlier_backwards_are_cleared_by_the_model(twins: Twins, api: Api) -> None:
-    """The model's `zero_grad` clears gradients even if the model is still in the backward that raised."""
+    """The model's `zero_grad` clears gradients even if the model is still in the backward that raised.
+
+    torch's next step includes the cleared gradients, or units have no gradients in the step.
+    """
     judge_like_training_without_failure(
         twins, api, fails="inside unit", accumulates="synchronised", clears="model"
     )
@@ -427,7 +436,10 @@ def test_gradients_of_earlier_backwards_are_cleared_by_the_model(twins: Twins, a
 def test_gradients_of_earlier_backwards_are_cleared_through_parameters(
     twins: Twins, api: str, accumulates: str
 ) -> None:
-    """`parameters()` returns those that the optimizer steps, although a unit is in the backward that raised."""
+    """`parameters()` returns those that the optimizer steps, although a unit is in the backward that raised.
+
+    torch's next step includes the cleared gradients or has none, and torch raises ValueError after `no_sync`.
+    """
     judge_like_training_without_failure(
         twins, _APIS[api], fails="inside unit", accumulates=accumulates, clears="parameters"
     )
@@ -440,7 +452,10 @@ def test_gradients_of_earlier_backwards_are_cleared_through_parameters(
 def test_unsynchronised_gradients_are_cleared_by_the_optimizer(
     twins: Twins, api: Api, clears: bool | str
 ) -> None:
-    """The optimizer also clears gradients that the failed backward has already reduced."""
+    """The optimizer also clears gradients that the failed backward has already reduced.
+
+    torch silently trains differently with fully_shard, and raises ValueError with FullyShardedDataParallel.
+    """
     how = {"fails": "first unit", "accumulates": "unsynchronised", "clears": clears}
     # In torch 2.15, reset_iter_state drops the gradients of the failed backward.
     judge_like_training_without_failure(
@@ -453,6 +468,7 @@ def test_unsynchronised_gradients_are_cleared_by_the_optimizer(
 @pytest.mark.parametrize("clears", [False, True])
 @each_api
 def test_partial_gradients_of_failed_backward_must_be_cleared(twins: Twins, api: Api, clears: bool) -> None:
+    """torch silently trains differently with fully_shard, and raises ValueError with FullyShardedDataParallel."""
     how = {"fails": "first unit", "accumulates": "throughout", "clears": clears}
     if clears:
         # In torch 2.15, reset_iter_state drops the gradients of the failed backward.

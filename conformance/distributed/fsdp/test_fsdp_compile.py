@@ -141,6 +141,7 @@ def parameters_after_compiled_autograd(scene: Scene, *, api: str) -> dict[str, t
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("api", ["fully_shard", pytest.param("FSDP1", marks=FULL_PROFILE)])
 def test_compiled_autograd_trains_or_raises(cpu_twins: Twins, api: str) -> None:
+    """torch's fully_shard silently never trains the first layer, and FSDP1 raises an error of Dynamo."""
     program = parameters_after_compiled_autograd
     is_named, is_trained = (
         raises(RuntimeError, "ompiled autograd"),

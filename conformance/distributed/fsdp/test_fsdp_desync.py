@@ -127,6 +127,7 @@ def test_units_of_equal_sizes_in_another_order_raise(
 def test_units_of_unequal_sizes_in_another_order_raise(
     deviation: DeviationJudge, mode: str, api: str, hidden: tuple[int, ...], differs_at: int
 ) -> None:
+    """torch's ranks gather shards of unequal sizes, instead of raising an error."""
     judge_raises_at_once(deviation, Program(hidden=hidden, mode=mode, differs_at=differs_at, api=api))
 
 
@@ -148,6 +149,7 @@ LEFT = "left 'blocks.1' for the end of backward without blocks.1.{}.bias"
 def test_gradients_on_one_rank_only_raise(
     deviation: DeviationJudge, differs_at: int, differs_by: str, astray: str, other: str
 ) -> None:
+    """torch's ranks reduce buffers of unequal sizes, or silently sum gradients of different parameters."""
     # With a width of 4, the two biases of a block have the same size.
     program = Program(hidden=(4,) * 3, differs_at=differs_at, api="fully_shard", differs_by=differs_by)
     texts = (astray, other, "the ranks have gradients of different parameters")
@@ -185,6 +187,7 @@ DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0)
 def test_settings_of_one_rank_only_raise(
     deviation: DeviationJudge, differs_at: int, differs_by: str, astray: str, other: str
 ) -> None:
+    """torch's ranks issue different collectives, instead of raising an error."""
     program = Program(differs_at=differs_at, api="fully_shard", differs_by=differs_by)
     judge_raises_at_once(deviation, program, astray, other, "the ranks issue different collectives")
 
@@ -215,6 +218,7 @@ _REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
 def test_different_sharding_on_one_rank_raises(
     deviation: DeviationJudge, *, differs_by: str, differs_at: int, astray: str, summary: str
 ) -> None:
+    """torch's ranks silently compute wrong values, or issue collectives of unequal sizes."""
     api = "FSDP1" if differs_by == "mixed_precision" else "fully_shard"
     other = astray.partition("' ")[0] + "'"
     program = Program(differs_at=differs_at, api=api, differs_by=differs_by)

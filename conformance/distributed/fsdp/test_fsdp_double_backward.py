@@ -86,6 +86,7 @@ def penalized(scene: Scene, *, penalty: Penalty, **wrapping: Any) -> dict[str, t
 def test_gradient_of_input_can_be_differentiated(
     cpu_twins: Twins, strategy: str, use_orig_params: bool, freezes: bool, penalty: Penalty
 ) -> None:
+    """torch raises RuntimeError about a storage of size 0, or with NO_SHARD has wrong or no gradients."""
     cpu_twins.deviate_to_unsharded(
         penalized,
         strategy=strategy,
@@ -117,6 +118,7 @@ def directional_derivatives(scene: Scene, *, strategy: str) -> list[torch.Tensor
 @pytest.mark.deviation("fsdp.gradient_penalty")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_leaf_that_starts_gradients_may_be_kept(cpu_twins: Twins, strategy: str) -> None:
+    """torch raises RuntimeError about a storage of size 0 if parameters are sharded."""
     may_agree = cpu_twins.is_alone
     cpu_twins.deviate_to_unsharded(directional_derivatives, strategy=strategy, may_agree=may_agree)
 
@@ -211,6 +213,7 @@ def rolled_out(scene: Scene, *, api: str, has_units: bool) -> dict[str, torch.Te
 @pytest.mark.parametrize("has_units", [False, True])
 @pytest.mark.parametrize("api", ["FSDP1", "fully_shard"])
 def test_forward_may_compute_gradient_of_own_output(cpu_twins: Twins, api: str, has_units: bool) -> None:
+    """torch raises ValueError with FullyShardedDataParallel, and RuntimeError if fully_shard has inner units."""
     cpu_twins.deviate_to_unsharded(rolled_out, api=api, has_units=has_units, may_agree=True)
 
 

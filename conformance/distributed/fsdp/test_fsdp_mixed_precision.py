@@ -160,6 +160,7 @@ def judge_recomputed(twins: Twins, strategy: str, *, around: str) -> None:
 @pytest.mark.deviation("fsdp.recomputed_without_cast")
 @each_strategy
 def test_recomputed_forward_casts_inputs(twins: Twins, strategy: str) -> None:
+    """torch raises RuntimeError about dtypes, because the unit is recomputed with float32 inputs."""
     judge_recomputed(twins, strategy, around="unit")
 
 
@@ -167,6 +168,7 @@ def test_recomputed_forward_casts_inputs(twins: Twins, strategy: str) -> None:
 @pytest.mark.deviation("fsdp.recomputed_without_cast")
 @each_strategy
 def test_recomputed_root_casts_inputs(twins: Twins, strategy: str) -> None:
+    """torch raises RuntimeError about dtypes, because the root is recomputed with float32 inputs."""
     judge_recomputed(twins, strategy, around="root")
 
 

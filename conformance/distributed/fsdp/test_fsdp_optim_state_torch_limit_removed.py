@@ -61,6 +61,7 @@ def saved_states(scene: Scene, optimized: Optimized) -> Any:
     "kind", ["adam", *(pytest.param(name, marks=FULL_PROFILE) for name in ("amsgrad", "rmsprop"))]
 )
 def test_every_tensor_of_a_state_is_saved(cpu_twins: Twins, kind: str) -> None:
+    """torch saves the values of the last tensor for every tensor of a state."""
     optimized = Optimized(kind)
     expected = unwrapped(optimized)["state"]
     we_do = each(lambda states: holds(assert_close_states, expected, states))
@@ -82,6 +83,7 @@ def counts_after_a_step(scene: Scene) -> list[float]:
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.numbers_of_their_own")
 @pytest.mark.deviation("optim_state.numbers_of_their_own")
 def test_steps_are_counted_once(cpu_twins: Twins) -> None:
+    """torch shares one `step` tensor, which an optimizer's step increments once for each parameter."""
     we_do = each(lambda steps: set(steps) == {3.0})
     cpu_twins.deviate(counts_after_a_step, ORIGINALS, we_do=we_do)
 
@@ -121,6 +123,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.given_stays")
 @pytest.mark.deviation("optim_state.given_stays")
 def test_loaded_state_dict_is_not_changed_by_training(cpu_twins: Twins) -> None:
+    """torch loads the tensors of the state dict themselves, and training changes them."""
     sides = {"torch_does": each(lambda stays: not stays), "we_do": each(bool)}
     cpu_twins.deviate(loaded_dict_is_unchanged, leaf_by_leaf("NO_SHARD", use_orig_params=True), **sides)
 
@@ -138,6 +141,7 @@ def load_without_first_state(scene: Scene) -> Any:
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.first_without_state")
 @pytest.mark.deviation("optim_state.first_without_state")
 def test_flat_parameter_loads_without_state_of_first_parameter(cpu_twins: Twins) -> None:
+    """torch loads no state for the flat parameter, because its first parameter has none."""
     we_do = each(lambda names: names == NAMES)
     cpu_twins.deviate(load_without_first_state, FLAT, we_do=we_do)
 
@@ -207,6 +211,8 @@ def save_state_of_another_shape(scene: Scene) -> Any:
 @flat_or_originals
 @several_ranks
 def test_state_of_another_shape_on_one_rank_is_refused_on_all(cpu_twins: Twins, setup: Setup) -> None:
+    """torch's ranks gather buffers of unequal sizes, or raise AssertionError about empty ranks."""
+
     def is_named(result: Any) -> bool:
         return str(result).startswith("ValueError: rank 1: 'extra' of ") and "(3,)" in str(result)
 
@@ -233,7 +239,10 @@ def save_and_load_list_of_tensors(scene: Scene) -> Any:
 @flat_or_originals
 @several_ranks
 def test_tensors_in_a_list_are_refused(cpu_twins: Twins, setup: Setup) -> None:
-    """A list does not say which of its tensors are sharded, so a rank's shards would be taken for full tensors."""
+    """A list does not say which of its tensors are sharded, so a rank's shards would be taken for full tensors.
+
+    torch saves the list with flat parameters, and loads a list with original parameters.
+    """
 
     def is_refused(results: Any) -> bool:
         errors = [*map(str, results.values())]
@@ -268,6 +277,7 @@ def save_and_load_list_of_numbers(scene: Scene) -> Any:
 @flat_or_originals
 @several_ranks
 def test_lists_of_numbers_are_saved_and_loaded_as_copies(cpu_twins: Twins, setup: Setup) -> None:
+    """torch raises TypeError with flat parameters. Otherwise, the optimizer changes the saved tensor."""
     are_apart = each(lambda lists: lists == [{(0.5, 0.25)}, {(0.5, 1.25, 1.0)}])
     cpu_twins.deviate(save_and_load_list_of_numbers, setup, we_do=are_apart, may_fault=True)
 
@@ -294,6 +304,7 @@ def transposed_round_trip(scene: Scene, way: StateDictMethod, is_ignored: bool =
 @pytest.mark.deviation("optim_state.memory_order")
 @flat_or_originals
 def test_state_of_transposed_parameter_round_trips(cpu_twins: Twins, setup: Setup) -> None:
+    """torch loads permuted values for the state of a transposed parameter."""
     is_same = each(lambda are_same: are_same == [True])
     cpu_twins.deviate(
         transposed_round_trip, setup, we_do=is_same, may_agree=cpu_twins.is_alone, way=OLDER_FULL

@@ -116,6 +116,7 @@ def test_single_parameter_steps_in_backward(cpu_twins: Twins, strategy: str) -> 
 @pytest.mark.deviation("fsdp.stepping_hooks")
 @sharded_or_not
 def test_single_parameter_steps_in_backward_while_others_accumulate(cpu_twins: Twins, strategy: str) -> None:
+    """torch with NO_SHARD silently trains to other weights than unsharded training."""
     arguments = {"by": "torch", "of": 1, "strategy": strategy, "use_orig_params": True}
     cpu_twins.deviate(
         trained,
@@ -149,6 +150,7 @@ def test_optimizers_are_refused_without_original_parameters(cpu_twins: Twins, st
 def test_optimizers_are_refused_without_original_parameters_at_any_time(
     cpu_twins: Twins, strategy: str
 ) -> None:
+    """torch raises an unrelated AssertionError with FULL_SHARD, and no error with NO_SHARD."""
     arguments = {"strategy": strategy, "is_late": True}
     cpu_twins.deviate(without_original_parameters, **arguments, we_do=is_refused)
 
@@ -162,6 +164,7 @@ def test_optimizers_are_refused_without_original_parameters_at_any_time(
 def test_steps_in_backward_use_averaged_gradients(
     cpu_twins: Twins, strategy: str, use_orig_params: bool, accumulates: bool
 ) -> None:
+    """torch with NO_SHARD steps with the rank's own gradients, and with use_orig_params never runs the hooks."""
     arguments = {"by": "hooks", "strategy": strategy, "use_orig_params": use_orig_params}
     cpu_twins.deviate(
         trained,

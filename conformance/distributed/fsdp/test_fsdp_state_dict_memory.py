@@ -117,6 +117,7 @@ def judge_all_on_requested_device(twins: Twins, program: Program, offloads: bool
 @pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_are_on_requested_device(twins: Twins, kind: str, offloads: bool) -> None:
+    """torch leaves the shards of a SHARDED_STATE_DICT on the device, while their metadata says CPU."""
     judge_all_on_requested_device(
         twins, shard_placements, offloads, form=Form(kind, {"offload_to_cpu": offloads})
     )
@@ -140,6 +141,7 @@ def state_placements(scene: Scene, *, way: StateDictMethod) -> list[tuple[bool, 
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_of_states_are_on_requested_device(twins: Twins, way: StateDictMethod) -> None:
+    """torch leaves the shards of states on the device, while their metadata says CPU."""
     judge_all_on_requested_device(twins, state_placements, way.offloads, way=way)
 
 

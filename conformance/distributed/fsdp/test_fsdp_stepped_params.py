@@ -163,4 +163,5 @@ def forward_before_step(scene: Scene, *, frozen: int, **wrapping: Any) -> dict[s
 @each_strategy
 @pytest.mark.parametrize("frozen", [1, 16])
 def test_element_on_one_rank_is_stepped_after_forward(twins: Twins, strategy: str, frozen: int) -> None:
+    """torch's next forward uses the weights from before the step."""
     twins.deviate_to_unsharded(forward_before_step, frozen=frozen, strategy=strategy, may_agree=True)

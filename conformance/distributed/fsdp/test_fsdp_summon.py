@@ -335,6 +335,7 @@ def test_forward_of_inner_units_inside_summon_matches_torch(
 def test_forward_inside_summon_leaves_parameters_unsharded(
     twins: Twins, wrapping: Wrapping, writeback: bool, backward: str
 ) -> None:
+    """torch writes back wrong values with original parameters, and raises AssertionError with flat parameters."""
     adds, model = 0.5 if writeback else 0.0, SIMPLE.build()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from conformance.distributed.fsdp.scenes.fsdp_training import clean
+from conformance.distributed.fsdp.scenes.fsdp_training import accumulating, clean
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import (
@@ -286,14 +286,9 @@ def test_fully_shard_refuses_unrelated_meshes(plain_twins_of: TwinsOf) -> None:
 def accumulate(scene: Scene, parallel: Parallel) -> dict[str, Any]:
     """Step after two backwards, of which the first does not synchronise. Return the gradients and the parameters."""
     training = ParallelTraining(scene, parallel)
-    if parallel.is_fully_shard:
-        training.model.set_requires_gradient_sync(False)
-        training.backward(0)
-        training.model.set_requires_gradient_sync(True)
-    else:
-        with training.model.no_sync():
-            training.backward(0)
-    training.backward(1)
+    for step, order in enumerate(("no_sync", "")):
+        with accumulating(training.model, order):
+            training.backward(step)
     gradients = {
         name: laid_out(p.grad) for name, p in training.model.named_parameters() if p.grad is not None
     }
@@ -390,6 +385,7 @@ def load_without_key(scene: Scene, rank_at_fault: int) -> str:
 @clause("distributed.fsdp.fsdp_tensor_parallel.loads_together")
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 def test_load_failure_on_one_rank_keeps_all_shards(plain_twins_of: TwinsOf) -> None:
+    """torch's other ranks load the state dict without an error."""
     we_do = each(lambda value: value == "RuntimeError, unchanged: True")
     plain_twins_of(4).deviate(load_without_key, rank_at_fault=1, we_do=we_do)
 
@@ -436,6 +432,7 @@ def resume(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
 @pytest.mark.deviation("fsdp.optimizer_state_of_dtensors")
 @_KINDS
 def test_resumed_training_matches_unsharded(mesh_twins: PlainTwins, parallel: Parallel, kind: str) -> None:
+    """torch trains to other values with original parameters, and raises ValueError with flat parameters."""
     we_do = mesh_twins.like_unsharded(train, of="whole", parallel=parallel, steps=2)
     mesh_twins.deviate(resume, parallel=parallel, kind=kind, we_do=we_do)
 
@@ -459,6 +456,7 @@ def resume_by_older_methods(scene: Scene, parallel: Parallel) -> dict[str, Any]:
 def test_resumed_training_by_older_methods_matches_unsharded(
     mesh_twins: PlainTwins, parallel: Parallel
 ) -> None:
+    """torch raises an error on some ranks, while other ranks wait for them."""
     we_do = mesh_twins.like_unsharded(train, of="whole", parallel=parallel, steps=2)
     mesh_twins.deviate(resume_by_older_methods, parallel=parallel, we_do=we_do, may_fault=True)
 
@@ -477,6 +475,7 @@ def clip(scene: Scene, parallel: Parallel, norm_type: float) -> dict[str, Tensor
 @pytest.mark.parametrize("norm_type", [2.0, pytest.param(torch.inf, marks=FULL_PROFILE)])
 @_BOTH
 def test_norm_counts_each_element_once(mesh_twins: PlainTwins, parallel: Parallel, norm_type: float) -> None:
+    """torch raises RuntimeError, because the norms of float64 gradients are computed in float32."""
     may_agree = norm_type == torch.inf
     mesh_twins.deviate_to_unsharded(clip, parallel=parallel, norm_type=norm_type, may_agree=may_agree)
 
@@ -496,5 +495,6 @@ def test_unsharded_original_dtensors_train_like_unsharded(mesh_twins: PlainTwins
 @pytest.mark.deviation("fsdp.original_dtensors")
 @FULL_PROFILE
 def test_gradients_of_original_dtensors_accumulate(plain_twins_of: TwinsOf) -> None:
+    """torch raises RuntimeError about an invalid storage."""
     arguments = {"of": "whole", "parallel": _ORIGINALS, "torch_does": raise_an_error}
     plain_twins_of(4).deviate_to_unsharded(accumulate, **arguments)

@@ -197,6 +197,7 @@ def test_parameters_of_several_dtypes_share_a_unit(twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.one_element")
 @pytest.mark.deviation("fsdp.unit_of_one_element")
 def test_unit_of_one_element_accumulates_gradients(cpu_twins: Twins) -> None:
+    """torch reduces the gradient of the first backward again in the second backward."""
     may_agree = cpu_twins.is_alone
     cpu_twins.deviate_to_unsharded(accumulate, module="one element", may_agree=may_agree)
 
@@ -219,7 +220,10 @@ def test_float64_gradients_are_clipped(cpu_twins: Twins) -> None:
 @pytest.mark.parametrize("replicas", ["mesh", "default"])
 @pytest.mark.world_sizes(fewest=2)
 def test_replicas_of_one_rank_are_averaged(cpu_twins: Twins, replicas: str) -> None:
-    """The default groups assume as many ranks on a host as devices, which is one rank on the CPU."""
+    """The default groups assume as many ranks on a host as devices, which is one rank on the CPU.
+
+    torch never averages the gradients of the replicas.
+    """
     cpu_twins.deviate_to_unsharded(accumulate, module="plain", replicas=replicas)
 
 
@@ -321,6 +325,7 @@ def test_parameters_that_are_returned_can_be_read(cpu_twins: Twins, strategy: st
 @pytest.mark.parametrize("module", ["object", "object inside"])
 @each_strategy
 def test_unit_may_return_object(cpu_twins: Twins, strategy: str, module: str) -> None:
+    """torch raises ValueError about a training state, or RuntimeError about a storage of size 0."""
     cpu_twins.deviate_to_unsharded(
         accumulate, module=module, strategy=strategy, may_agree=strategy == "NO_SHARD" or cpu_twins.is_alone
     )

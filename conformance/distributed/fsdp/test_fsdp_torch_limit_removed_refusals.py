@@ -171,6 +171,7 @@ def test_model_moved_to_meta_device_refuses_to_compute(cpu_twins: Twins, use_ori
 @clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
 @pytest.mark.deviation("fsdp.returned_from_meta")
 def test_model_returns_from_meta_device(cpu_twins: Twins) -> None:
+    """torch's forward uses the weights from before the move."""
     cpu_twins.deviate_to_unsharded(moved_away, returns=True)
 
 

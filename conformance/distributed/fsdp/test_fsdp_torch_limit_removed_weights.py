@@ -64,7 +64,10 @@ def test_frozen_unit_is_in_state_dict_after_backward(cpu_twins: Twins, strategy:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.accumulates_what_thawed")
 @pytest.mark.deviation("fsdp.accumulates_what_thawed")
 def test_gradients_of_thawed_parameter_accumulate(cpu_twins: Twins) -> None:
-    """Train with NO_SHARD, after a step of several backwards in which the parameter was frozen."""
+    """Train with NO_SHARD, after a step of several backwards in which the parameter was frozen.
+
+    torch drops the gradient that was accumulated in `no_sync`.
+    """
     setup = Setup("NO_SHARD", arguments={"use_orig_params": True})
     steps = (Step(forwards=2), Step(forwards=2, order="no_sync", before="thaw"))
     training = Training(ModuleTree(ModuleGroup((Leaf("affine", 2, frozen="first"),))), setup, steps)

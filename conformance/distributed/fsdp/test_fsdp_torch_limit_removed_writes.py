@@ -108,6 +108,7 @@ def inferred_first(scene: Scene) -> list[Tensor]:
     ],
 )
 def test_written_values_are_used_in_computation(twins: Twins, does: Does, wrapping: Wrapping) -> None:
+    """torch computes with old values, overwrites assigned memory, or raises an error in the next backward."""
     twins.deviate_to_unsharded(run_sharded, does=does, **wrapping, may_agree=True)
 
 
@@ -206,6 +207,7 @@ def moved(scene: Scene) -> list[Tensor]:
 @each_wrapping
 @pytest.mark.parametrize("does", [zeroed, replaced_gradients, not_reached, moved])
 def test_unreduced_gradients_follow_changes_of_grad(twins: Twins, does: Does, wrapping: Wrapping) -> None:
+    """torch steps with gradients that were zeroed or never averaged, or raises an error."""
     twins.deviate_to_unsharded(run_sharded, does=does, **wrapping, may_agree=True)
 
 
@@ -221,6 +223,7 @@ def called_with_others(scene: Scene) -> list[Tensor]:
 @pytest.mark.deviation("fsdp.others_in_their_places")
 @each_wrapping
 def test_call_with_other_parameters_is_refused(twins: Twins, wrapping: Wrapping) -> None:
+    """torch ignores the other parameters, or with use_orig_params overwrites the model's own with them."""
     is_refused = raises(RuntimeError, "was replaced by another tensor")
     twins.deviate(run_sharded, does=called_with_others, **wrapping, we_do=is_refused)
 
@@ -236,6 +239,7 @@ def given_a_parameter(scene: Scene) -> list[Tensor]:
 @pytest.mark.deviation("fsdp.others_in_their_places")
 @each_strategy
 def test_replaced_parameter_is_refused(twins: Twins, strategy: str) -> None:
+    """torch ignores the new parameter and computes with the old one."""
     arguments = {"does": given_a_parameter, "strategy": strategy, "use_orig_params": False}
     twins.deviate(
         run_sharded, **arguments, we_do=raises(RuntimeError, "body.bias was replaced by another tensor")

@@ -349,6 +349,7 @@ def clipped_while_unsharded(scene: Scene, *, unsharded_by: str) -> dict[str, Any
 @pytest.mark.deviation("fully_shard.clipped_while_unsharded")
 @pytest.mark.parametrize("unsharded_by", ["backward", "forward"])
 def test_gradients_are_clipped_while_unsharded(plain_twins: PlainTwins, unsharded_by: str) -> None:
+    """torch finds no gradients, so `clip_grad_norm_` clips none and `clip_grad_value_` raises RuntimeError."""
     plain_twins.deviate_to_unsharded(clipped_while_unsharded, unsharded_by=unsharded_by)
 
 

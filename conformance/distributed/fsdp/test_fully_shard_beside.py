@@ -359,6 +359,7 @@ def test_layer_of_another_model_is_prefetched_with_current_values(
 @pytest.mark.deviation("fully_shard.prefetched_by_another_model")
 @pytest.mark.world_sizes(fewest=2)
 def test_step_between_prefetch_and_use_is_seen(plain_twins: PlainTwins) -> None:
+    """torch computes with the prefetched values from before the step."""
     plain_twins.deviate_to_unsharded(
         trained_as_two_models, prefetches="forward", evaluates=True, steps_in_between=True, may_agree=True
     )

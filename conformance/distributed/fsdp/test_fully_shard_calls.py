@@ -287,6 +287,8 @@ def test_unused_prefetch_uses_loaded_values(plain_twins: PlainTwins) -> None:
     """The prefetched unit had already run in this forward, and no backward follows.
 
     `LOAD` doubles the parameters, so that values from before it give other results.
+
+    torch trains the prefetched unit with the values from before the load.
     """
     then = (EVALUATE, LOAD, *TRAIN)
     judge_by_final_state(plain_twins, (setting(_TO_FORWARD, 3, modules=[1]), *then), (_HARMLESS, *then))
@@ -305,6 +307,7 @@ def test_unused_prefetch_uses_loaded_values(plain_twins: PlainTwins) -> None:
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_unit_unsharded_during_step_gets_stepped_values(plain_twins: PlainTwins, calls: Calls) -> None:
+    """torch's next forward and backward use the weights from before the step."""
     then = (FORWARD, BACKWARD, UnitCall("step_of_shards"))
     judge_by_final_state(plain_twins, (*calls, *then), (*TRAIN, *then))
 
@@ -313,7 +316,10 @@ def test_unit_unsharded_during_step_gets_stepped_values(plain_twins: PlainTwins,
 @pytest.mark.deviation("fully_shard.reset_of_accumulation")
 @pytest.mark.world_sizes(fewest=2)
 def test_reset_drops_gradients_of_failed_backward(plain_twins: PlainTwins) -> None:
-    """The user must clear gradients that the failed backward has already stored in `.grad`."""
+    """The user must clear gradients that the failed backward has already stored in `.grad`.
+
+    torch adds the gradients of the failed backward to those of the next one.
+    """
     calls = (*TRAIN, UnitCall("fail_backward", 1), RESET, CLEAR, *TRAIN)
     # The evaluation uses up the batch of the failed backward.
     judge_by_final_state(plain_twins, calls, (*TRAIN, EVALUATE, *TRAIN))
@@ -323,6 +329,7 @@ def test_reset_drops_gradients_of_failed_backward(plain_twins: PlainTwins) -> No
 @pytest.mark.deviation("fully_shard.reset_of_accumulation")
 @pytest.mark.world_sizes(fewest=2)
 def test_reset_drops_unsynchronised_gradients(plain_twins: PlainTwins) -> None:
+    """torch adds the gradients from before the reset to those of the next backward."""
     calls = (sync(False), FORWARD, BACKWARD, RESET, sync(True), *TRAIN)
     judge_by_final_state(plain_twins, calls, (sync(False), EVALUATE, sync(True), *TRAIN))
 
@@ -330,6 +337,7 @@ def test_reset_drops_unsynchronised_gradients(plain_twins: PlainTwins) -> None:
 @clause("distributed.fsdp.fully_shard.reset_before_all")
 @pytest.mark.deviation("fully_shard.reset_before_all")
 def test_reset_before_first_forward_is_allowed(plain_twins: PlainTwins) -> None:
+    """torch raises AttributeError about an internal attribute."""
     judge_by_final_state(plain_twins, (RESET, *TRAIN), (_HARMLESS, *TRAIN))
 
 
@@ -337,7 +345,10 @@ def test_reset_before_first_forward_is_allowed(plain_twins: PlainTwins) -> None:
 @pytest.mark.deviation("fully_shard.factor_of_one_rank")
 @pytest.mark.world_sizes(fewest=2)
 def test_divide_factor_applies_once_on_single_rank(plain_twins: PlainTwins) -> None:
-    """Run in float64. By default, gradients are divided by the number of ranks."""
+    """Run in float64. By default, gradients are divided by the number of ranks.
+
+    torch divides the gradients by the factor twice.
+    """
     factor = setting(_FACTOR, factor=float(plain_twins.world_size))
     calls, like = (setting("unshard"), factor, *TRAIN), (setting("unshard"), *TRAIN)
     judge_by_final_state(plain_twins, calls, like, REPLICAS)

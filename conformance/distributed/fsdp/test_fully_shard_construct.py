@@ -354,6 +354,8 @@ def materialised_late(scene: Scene) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.deviation("fully_shard.refused_first_forward")
 def test_forward_works_after_refused_forward_on_meta(plain_twins: PlainTwins) -> None:
+    """torch raises AttributeError in the second forward."""
+
     def computes(value: Any) -> bool:
         return value["refused"] and torch.equal(value["output"].values, torch.full((1, 2), 4.0))
 

@@ -94,6 +94,7 @@ def test_evaluation_sees_writes_to_kept_units(
 def test_evaluation_sees_writes_to_units_of_fewer_ranks(
     plain_twins_of: TwinsOf, device: str, how: str, is_listed_before: bool
 ) -> None:
+    """torch's second evaluation uses the weights from before the write."""
     arguments = {"how": how, "method": "forward", "is_listed_before": is_listed_before, "reshards": 2}
     plain_twins_of(4, device).deviate_to_unsharded(written_after_evaluation, **arguments)
 
@@ -115,6 +116,7 @@ def optimizer_made_after_evaluation(scene: Scene, method: str, reshards: int = F
 @pytest.mark.deviation("fully_shard.written_after_evaluation")
 @pytest.mark.parametrize("method", ["forward", "generate"])
 def test_optimizer_made_after_evaluation_trains(plain_twins: PlainTwins, method: str) -> None:
+    """torch drops the optimizer's parameters when units are resharded, so the steps have no effect."""
     plain_twins.deviate_to_unsharded(optimizer_made_after_evaluation, method=method)
 
 
@@ -123,6 +125,7 @@ def test_optimizer_made_after_evaluation_trains(plain_twins: PlainTwins, method:
 def test_optimizer_made_after_evaluation_trains_units_of_fewer_ranks(
     plain_twins_of: TwinsOf, device: str
 ) -> None:
+    """torch drops the optimizer's parameters when units are resharded, so the steps have no effect."""
     twins = plain_twins_of(4, device)
     twins.deviate_to_unsharded(optimizer_made_after_evaluation, method="forward", reshards=2)
 

@@ -113,6 +113,7 @@ def test_change_lasts_while_unit_stays_unsharded(plain_twins: PlainTwins, thaws:
 @either_way
 @pytest.mark.parametrize("when", ["forward", "evaluated", "unshard"])
 def test_change_outlasts_resharding(plain_twins: PlainTwins, when: str, thaws: bool) -> None:
+    """torch forgets the change when the unit is resharded."""
     plain_twins.deviate_to_unsharded(gradients_around_change, when=when, thaws=thaws, backwards=3)
 
 
@@ -120,6 +121,7 @@ def test_change_outlasts_resharding(plain_twins: PlainTwins, when: str, thaws: b
 @pytest.mark.deviation("fully_shard.frozen_while_unsharded")
 @either_way
 def test_change_of_unit_on_fewer_ranks_lasts(plain_twins_of: TwinsOf, device: str, thaws: bool) -> None:
+    """torch ignores the change of parameters that are resharded to fewer ranks."""
     twins = plain_twins_of(4, device)
     twins.deviate_to_unsharded(gradients_around_change, when="forward", thaws=thaws, backwards=2, reshards=2)
 
@@ -131,6 +133,7 @@ def test_change_of_unit_on_fewer_ranks_lasts(plain_twins_of: TwinsOf, device: st
 def test_change_of_sharded_parameters_reaches_unsharded_unit(
     plain_twins: PlainTwins, when: str, thaws: bool
 ) -> None:
+    """torch ignores the change while the unit is unsharded."""
     plain_twins.deviate_to_unsharded(
         gradients_around_change, when=when, thaws=thaws, backwards=2, is_listed_before=True
     )

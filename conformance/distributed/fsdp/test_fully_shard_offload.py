@@ -110,6 +110,7 @@ def without_accelerator(scene: Scene, feature: str) -> torch.Tensor:
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("feature", ["pinned", "divided"])
 def test_accelerator_features_work_on_cpu(plain_twins: PlainTwins, device: str, feature: str) -> None:
+    """torch raises RuntimeError for both features."""
     if torch.accelerator.is_available() or device != "cpu":
         unavailable("a machine without an accelerator")
     factor = plain_twins.world_size / 3 if feature == "divided" else 1.0

@@ -30,7 +30,6 @@ from conformance.judge.surface import is_torch_in
 LOW, HIGH = torch.bfloat16, torch.float32
 # Dtypes in which a parameter computes, is reduced and is stepped.
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
-
 _HIGH_PRECISION: Dtypes = (HIGH, None, HIGH)
 _COMPLEX: Mapping[str, Any] = {"dtype": torch.complex64, "has_scale": False, "replicates": False}
 _LEARNING_RATE, _STEPS, _BACKWARDS = 0.25, 2, 5
@@ -55,9 +54,7 @@ def train_complex(
 ) -> dict[str, Any]:
     """Run two steps with complex parameters, which may be in one group with a real parameter.
 
-    Args:
-        replicates: whether every rank holds a full replica.
-        policy: arguments of MixedPrecisionPolicy.
+    If `replicates`, every rank holds a full replica. `policy` has the arguments of MixedPrecisionPolicy.
     """
     model: Any = _Waves(dtype, has_scale).to(scene.rank.device)
     arguments = {"mesh": mesh_of(scene.rank, 1)} if replicates else {}
@@ -102,6 +99,7 @@ def test_complex_parameters_keep_their_dtype(
 def test_real_reduce_dtype_keeps_imaginary_parts(
     plain_twins: PlainTwins, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype
 ) -> None:
+    """torch 2.15 loses the imaginary parts with a warning. Older versions raise TypeError if the dtypes differ."""
     expected = plain_twins.of(
         plain_twins.reference, train_complex, policy={"param_dtype": param_dtype}, **_COMPLEX
     )
@@ -151,6 +149,7 @@ def accumulated(scene: Scene, policy: Mapping[str, torch.dtype], dtype: torch.dt
 @clause("distributed.fsdp.fully_shard.complex_parameters")
 @pytest.mark.deviation("fully_shard.complex_gradients")
 def test_real_reduce_dtype_accumulates_complex_gradients(plain_twins: PlainTwins) -> None:
+    """torch 2.15 loses the imaginary parts of the gradients, with a warning."""
     expected = plain_twins.of(plain_twins.reference, accumulated, policy={}, dtype=torch.complex64)
     plain_twins.deviate(
         accumulated,
@@ -244,14 +243,14 @@ def _trained(scene: Scene, model: Mixed, thaws: str = "") -> dict[str, Any]:
     "thaws", ["", "inner", "router"], ids=["trained", "thaws alone", "thaws with others"]
 )
 def test_parameters_of_two_dtypes_train_like_unsharded(plain_twins: PlainTwins, thaws: str) -> None:
+    """torch raises AssertionError about dtypes in the first forward or in a backward."""
     expected, *_ = plain_twins.of_subject(train_two_dtypes_unsharded, thaws=thaws)
-    # torch 2.15 requires one dtype only of the parameters that are trainable at first, so it trains thawed ones.
-    may_agree = thaws == "inner" and is_torch_in(">=2.15")
     plain_twins.deviate(
         train_two_dtypes,
         thaws=thaws,
         we_do=lambda outcomes: all(does_as(expected, outcome) for outcome in outcomes),
-        may_agree=may_agree,
+        # torch 2.15 requires one dtype only of the parameters that are trainable at first, so it trains thawed ones.
+        may_agree=thaws == "inner" and is_torch_in(">=2.15"),
     )
 
 

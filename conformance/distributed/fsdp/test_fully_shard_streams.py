@@ -395,6 +395,7 @@ PROGRAMS = [
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_streams_of_user_keep_results(plain_twins: PlainTwins, device: str, program: Any) -> None:
+    """torch may read gradients whose memory was reused, or weights from before a step."""
     if device == "cpu":
         unavailable("an accelerator")
     plain_twins.deviate_to_unsharded(program, may_agree=True)
@@ -433,6 +434,7 @@ def test_waits_order_microbatches_of_scaler(plain_twins: PlainTwins, device: str
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("unshards", [False, True])
 def test_step_on_stream_of_user_keeps_results(plain_twins: PlainTwins, device: str, unshards: bool) -> None:
+    """torch may read gradients whose memory was reused, or gather weights from before the step."""
     if device == "cpu":
         unavailable("an accelerator")
     plain_twins.deviate_to_unsharded(step_on_side_stream, unshards=unshards, may_agree=True)

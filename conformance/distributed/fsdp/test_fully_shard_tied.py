@@ -108,7 +108,10 @@ def _loss(scene: Scene, model: Any, number: int, step: str = "plain") -> torch.T
     ids=" ".join,
 )
 def test_tied_weights_stay_tied(plain_twins: PlainTwins, units: tuple[str, ...]) -> None:
-    """The unit that is sharded first owns the shared weight."""
+    """The unit that is sharded first owns the shared weight.
+
+    torch raises ValueError, because another group has the weight.
+    """
     plain_twins.deviate_to_unsharded(tied, units=units)
 
 
@@ -148,6 +151,7 @@ def train_module_of_two_groups(scene: Scene, blocks: str) -> dict[str, Any]:
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.parametrize("blocks", _IN_BLOCKS)
 def test_module_of_two_groups_trains_as_one(plain_twins: PlainTwins, blocks: str) -> None:
+    """torch raises TypeError about an invariant in the second `fully_shard` call."""
     plain_twins.deviate_to_unsharded(train_module_of_two_groups, blocks=blocks)
 
 
@@ -211,14 +215,20 @@ def around(scene: Scene, trained: bool, zeros: bool) -> dict[str, torch.Tensor |
     ("trained", "zeros"), [(True, False), (False, False), (True, True)], ids=["trained", "frozen", "zeros"]
 )
 def test_owner_unit_waits_for_unit_around_it(plain_twins: PlainTwins, trained: bool, zeros: bool) -> None:
-    """The unit around an owner uses its weight after the owner's backward, and after a failed forward of the owner."""
+    """The unit around an owner uses its weight after the owner's backward, and after a failed forward of the owner.
+
+    torch raises ValueError, because two groups share the weight.
+    """
     plain_twins.deviate_to_unsharded(around, trained=trained, zeros=zeros)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 def test_owner_unit_is_unsharded_for_backward_of_sharer(plain_twins: PlainTwins) -> None:
-    """The owner is an embedding, which is not unsharded for its backward. The last layer needs the weight there."""
+    """The owner is an embedding, which is not unsharded for its backward. The last layer needs the weight there.
+
+    torch raises ValueError, because two groups share the weight.
+    """
     plain_twins.deviate_to_unsharded(tied, units=("embed", "body.2"), not_unsharded="embed")
 
 
@@ -249,7 +259,10 @@ def shifted(scene: Scene) -> dict[str, torch.Tensor | None]:
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 def test_owner_unit_is_unsharded_after_sharer_without_unshard(plain_twins: PlainTwins) -> None:
-    """The sharer whose backward runs first is not unsharded for it."""
+    """The sharer whose backward runs first is not unsharded for it.
+
+    torch raises ValueError, because two groups share the weight.
+    """
     plain_twins.deviate_to_unsharded(shifted)
 
 
@@ -277,6 +290,7 @@ def unsharded(scene: Scene, has_run: bool, waits: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("has_run", [False, True], ids=["before the first forward", "behind a step"])
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "by its handle"])
 def test_sharer_unshards_parameter_of_owner(plain_twins: PlainTwins, has_run: bool, waits: bool) -> None:
+    """torch raises ValueError, because two groups share the weight."""
     plain_twins.deviate_to_unsharded(unsharded, has_run=has_run, waits=waits)
 
 
@@ -304,6 +318,7 @@ def prefetched(scene: Scene) -> list[Any]:
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.world_sizes(fewest=2)
 def test_prefetch_of_sharer_gathers_parameter_of_owner(plain_twins: PlainTwins) -> None:
+    """torch raises ValueError, because two groups share the weight."""
     forward = ["FSDPSequential", "gather", "FSDPEmbedding", "gather", "FSDPLinear", "FSDPLinear"]
     plain_twins.deviate(prefetched, we_do=each(lambda events: events == [*forward, "gather", "backward"]))
 
@@ -321,5 +336,6 @@ def shard_sharer_with_dtypes(scene: Scene, **dtypes: torch.dtype) -> None:
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.parametrize("differs", ["param_dtype", "reduce_dtype"])
 def test_tied_parameter_with_two_precisions_is_refused(plain_twins: PlainTwins, differs: str) -> None:
+    """torch raises ValueError for any parameter that two groups share."""
     text = "weight was sharded by an earlier call, as weight: to compute in torch.float64"
     plain_twins.deviate(shard_sharer_with_dtypes, **{differs: torch.float32}, we_do=raises(ValueError, text))

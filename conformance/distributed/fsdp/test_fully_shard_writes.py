@@ -50,6 +50,7 @@ def stepped_before_backward(
 def test_backward_after_step_raises(
     plain_twins: PlainTwins, stays_unsharded: bool, how: dict[str, bool]
 ) -> None:
+    """torch silently computes gradients with the new weights in units that are gathered again."""
     plain_twins.deviate(
         stepped_before_backward,
         stays_unsharded=stays_unsharded,
@@ -103,6 +104,7 @@ def cleared_in_step(scene: Scene, how: dict[str, bool], cleared: str) -> torch.T
 def test_step_that_clears_gradients_is_seen(
     plain_twins: PlainTwins, how: dict[str, bool], cleared: str
 ) -> None:
+    """torch's units that stay unsharded compute with the weights from before the step."""
     plain_twins.deviate_to_unsharded(cleared_in_step, how=how, cleared=cleared)
 
 

@@ -64,6 +64,7 @@ def partial_sums(
 def test_partial_sums_belong_to_their_parameters(
     plain_twins_of: TwinsOf, all_ranks: int, shards: int, choices: LayerChoices, is_unit_each: bool
 ) -> None:
+    """torch adds partial sums of different parameters by position, or raises an error if their sizes differ."""
     plain_twins_of(all_ranks).deviate_to_unsharded(
         partial_sums, choices=choices, shards=shards, is_unit_each=is_unit_each, may_agree=True
     )

@@ -145,6 +145,7 @@ def test_inf_on_one_rank_skips_amp_aware_steps_on_all(cpu_twins: Twins, optimize
 @pytest.mark.deviation("sharded_grad_scaler.found_inf_of_one_shape")
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused adamw"])
 def test_fused_optimizers_step_after_unscaling(twins: Twins, optimizer: str) -> None:
+    """torch raises RuntimeError, because two `found_inf` tensors differ in shape."""
     world_size = twins.world_size
     calls = iterations(None, one_bad(world_size - 1, world_size), None, unscale=True)
     plan = ScalerProgram(parts(world_size), calls, (optimizer,), options=INIT_SCALE_8)
@@ -154,6 +155,11 @@ def test_fused_optimizers_step_after_unscaling(twins: Twins, optimizer: str) -> 
 @clause("distributed.fsdp.sharded_grad_scaler.step.amp_aware_after_unscaling")
 @pytest.mark.deviation("sharded_grad_scaler.found_inf_of_one_shape")
 def test_fused_and_plain_optimizers_share_scaler(twins: Twins) -> None:
+    """Each iteration calls zero_grad, backward and step for both optimizers in turn, and then update.
+
+    `parts` has the gradients of both optimizers for every rank. In two iterations, the last rank has an inf in the
+    gradients of one optimizer. torch's `update` raises RuntimeError, because the two `found_inf` differ in shape.
+    """
     world_size = twins.world_size
     calls: tuple[ScalerCall, ...] = ()
     for bad in (None, 0, 1, None):

@@ -289,6 +289,7 @@ def trained(scene: Scene, events: list[Event], sharded_by: str) -> list[Tensor]:
 @example(events=[("freeze", {}), _BACKWARD, ("freeze", {"thaws": True}), ("decay", {})])
 @example(events=[_BACKWARD, ("clear", {"by": "model"})])
 def test_events_in_any_order_train_like_unsharded(twins: Twins, sharded_by: str, events: list[Event]) -> None:
+    """torch raises an error or silently trains differently in some of these orders."""
     how = {"events": events, "sharded_by": sharded_by}
     # After an evaluation in inference mode, a rank of torch may raise while others wait.
     twins.deviate_to_unsharded(trained, **how, may_agree=True, may_fault=True)

@@ -110,6 +110,7 @@ def through_fully_shard(scene: Scene, name: str, differentiable: bool, reshards:
 def test_backward_after_forward_transform_reaches_parameters(
     plain_twins: PlainTwins, name: str, differentiable: bool, reshards: bool
 ) -> None:
+    """torch before 2.13 gives parameters no gradients after `vmap`, and raises an error in `jvp` and `jacfwd`."""
     arguments = {"name": name, "differentiable": differentiable, "reshards": reshards}
     plain_twins.deviate_to_unsharded(through_fully_shard, **arguments)
 
@@ -122,6 +123,7 @@ def test_backward_after_forward_transform_reaches_parameters(
 def test_backward_after_reverse_transform_reaches_parameters(
     plain_twins: PlainTwins, name: str, differentiable: bool, reshards: bool
 ) -> None:
+    """torch ends the process with a segmentation fault, or raises RuntimeError."""
     arguments = {"name": name, "differentiable": differentiable, "reshards": reshards}
     plain_twins.deviate_to_unsharded(through_fully_shard, **arguments, may_fault=True)
 
@@ -144,6 +146,7 @@ def through_flat(scene: Scene, *, name: str, strategy: str, use_orig_params: boo
 def test_backward_after_transform_reaches_flat_parameters(
     twins: Twins, name: str, strategy: str, use_orig_params: bool
 ) -> None:
+    """torch raises NotImplementedError in `grad` and `hessian`, and an error in a backward after `vmap`."""
     arguments = {"name": name, "strategy": strategy, "use_orig_params": use_orig_params}
     twins.deviate_to_unsharded(through_flat, **arguments, may_agree=twins.is_alone, may_fault=True)
 
@@ -201,6 +204,7 @@ def substituted(scene: Scene, how: str, keeps: bool, inner_steps: int) -> dict[s
 def test_functional_call_computes_with_given_tensors(
     plain_twins: PlainTwins, how: str, inner_steps: int, keeps: bool
 ) -> None:
+    """torch computes with the model's own parameters, or raises RuntimeError."""
     if how == "sharded" and inner_steps and is_torch_in("<2.13"):
         unavailable("a DTensor has no second derivatives in torch 2.11")
     arguments = {"how": how, "keeps": keeps, "inner_steps": inner_steps}
@@ -237,6 +241,7 @@ def substituted_twice(scene: Scene, reshards: int, differentiates: bool) -> dict
 def test_functional_call_leaves_dictionary_unchanged(
     plain_twins: PlainTwins, reshards: bool, differentiates: bool
 ) -> None:
+    """torch computes with the model's own parameters and replaces the tensors in the dictionary."""
     arguments = {"reshards": reshards, "differentiates": differentiates}
     plain_twins.deviate_to_unsharded(substituted_twice, **arguments, may_agree=not reshards)
 
@@ -247,6 +252,7 @@ def test_functional_call_leaves_dictionary_unchanged(
 def test_functional_call_leaves_units_of_fewer_ranks_unchanged(
     plain_twins_of: TwinsOf, device: str, differentiates: bool
 ) -> None:
+    """torch computes with the model's own parameters and replaces the tensors in the dictionary."""
     arguments = {"reshards": 2, "differentiates": differentiates}
     plain_twins_of(4, device).deviate_to_unsharded(substituted_twice, **arguments)
 
@@ -277,6 +283,7 @@ def linearized(scene: Scene, reshards: bool) -> list[Tensor]:
 @pytest.mark.deviation("fsdp.linearize")
 @resharded_or_not
 def test_linearize_gives_the_derivative_of_unsharded_model(plain_twins: PlainTwins, reshards: bool) -> None:
+    """torch raises RuntimeError about a custom Function that returns a view."""
     plain_twins.deviate_to_unsharded(linearized, reshards=reshards)
 
 
@@ -291,6 +298,7 @@ def linearized_flat(scene: Scene, *, strategy: str) -> list[Tensor]:
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_linearize_gives_the_derivative_of_flat_model(twins: Twins, strategy: str) -> None:
+    """torch raises RuntimeError about a storage of size 0 or about split sizes."""
     twins.deviate_to_unsharded(linearized_flat, strategy=strategy)
 
 
