@@ -143,6 +143,8 @@ def ask_alone(rank: Rank, *, library: str, api: str, pause_s: float, timeout_s: 
 def test_state_requested_by_one_rank_raises(
     deviation: DeviationJudge, reference: Library, api: str, pause_s: float
 ) -> None:
+    """torch's ranks issue different collectives, which `outcome.diverged` reports."""
+
     def raised(library: Library) -> RankReports:
         timeout_s = 2.0 if library is reference else TIMEOUT_S
         return reports_in(fault_of(library, ask_alone, api=api, pause_s=pause_s, timeout_s=timeout_s))

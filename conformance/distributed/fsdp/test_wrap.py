@@ -315,6 +315,7 @@ def test_module_wrap_policy_copies_its_classes(compare: Compare) -> None:
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention"), ("batch", "linear")], ids=str)
 def test_module_wrap_policy_selects_instances_in_tree(compare: Compare, classes: tuple[str, ...]) -> None:
+    """The class `Block` also selects the `WiderBlock` in the tree, because `WiderBlock` is a subclass of `Block`."""
     tree = Tree(
         Node("block", (Node("wider", (Node("linear"),)), *map(Node, ("linear", "batch", "attention"))))
     )
