@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,8 @@ def save_load_and_step(scene: Scene, optimized: Optimized, way: StateDictMethod)
     saved = way.save(scene, optimizer)
     # See deviation fsdp.offloaded_state_dicts.
     is_whole = scene.setup.keeps_parameters_whole(scene.rank.world_size)
-    copy_state = on_host if is_whole and way.offloads and way.name in ("sharded", "SHARDED") else copied
+    has_deviation = is_whole if way.offloads else way.name == "SHARDED"
+    copy_state = without_places if has_deviation else copied
     result = {"order": [*saved.get("state", ())], "saved": copy_state(described(saved))}
     fresh = optimized.optimizer(scene.model)
     loaded = way.load(scene, fresh, saved)
@@ -167,6 +169,15 @@ def copied(value: Any) -> Any:
 
 def on_host(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
+
+
+def without_places(value: Any) -> Any:
+    """Return tensors on the CPU, and descriptions of shards without the device in their placement."""
+
+    def without_place(text: str) -> str:
+        return re.sub(r"(placement=rank:\d+)/[\w:]+", r"\1", text)
+
+    return tree_map_only(str, without_place, on_host(value))
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
