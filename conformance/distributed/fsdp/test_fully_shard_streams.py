@@ -51,7 +51,7 @@ class _Training:
     def __init__(
         self, scene: Scene, api: str = "fully_shard", *, forks: bool = False, **options: Any
     ) -> None:
-        self.device, self.api, self.shards = scene.rank.device, api, scene.shards
+        self.device, self.api = scene.rank.device, api
         self.streams = [torch.Stream(self.device) if scene.shards else None for _ in range(3)]
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
@@ -73,14 +73,13 @@ class _Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def unsynchronised(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for a forward and backward without synchronisation."""
-        if not self.shards:
-            return contextlib.nullcontext()
-        return self.model.no_sync() if self.api != "fully_shard" else self._unsynchronised()
-
     @contextlib.contextmanager
-    def _unsynchronised(self) -> Generator[None]:
+    def unsynchronised(self) -> Generator[None]:
+        """Context manager for a forward and backward without synchronisation."""
+        if self.api != "fully_shard":
+            with self.model.no_sync():
+                yield
+            return
         self.model.set_requires_gradient_sync(False)
         yield
         self.model.set_requires_gradient_sync(True)
@@ -248,10 +247,9 @@ class _PersistentReduceScatter(ReportingReduceScatter):
 
 def persistent_reduce_scatter(scene: Scene) -> dict[str, torch.Tensor]:
     training = _Training(scene)
-    if scene.shards:
-        comm = _PersistentReduceScatter(training.device)
-        for unit in training.model:
-            unit.set_custom_reduce_scatter(comm)
+    comm = _PersistentReduceScatter(training.device)
+    for unit in training.model:
+        unit.set_custom_reduce_scatter(comm)
     for _ in range(_STEPS):
         training.loss().backward()
         training.step()
@@ -274,8 +272,7 @@ def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training that steps in hooks."""
     training = _Training(scene)
     _step_in_hooks(training.model)
-    if scene.shards:
-        training.model.set_is_last_backward(False)
+    training.model.set_is_last_backward(False)
     losses = []
     for _ in range(_STEPS):
         losses.append(training.loss())
@@ -346,13 +343,11 @@ def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
         return sum((param.to_local() if scene.shards else param).square().sum() for param in params)
 
     for _ in range(_STEPS):
-        if scene.shards:
-            training.model.set_is_last_backward(False)
+        training.model.set_is_last_backward(False)
         training.loss().backward()
         # The first layer is reduced before the penalty is differentiated, because its input needs a gradient.
         (penalty() + training.loss(torch.ones((), device=training.device, requires_grad=True))).backward()
-        if scene.shards:
-            training.model.set_is_last_backward(True)
+        training.model.set_is_last_backward(True)
         (training.loss() + penalty()).backward()
         training.step()
     return training.parameters()
