@@ -119,7 +119,7 @@ class Root:
             self._ending = None
             for unit in self.units:
                 unit.abandon_backward()
-            # Hooks may have stepped the parameters there.
+            # Hooks run on REDUCE, and may have stepped the parameters.
             self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.ALL_REDUCE))
             self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
             self.memory.free_resharded()
