@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -381,10 +381,8 @@ class ScheduledTraining:
     unreplayable: tuple[str, ...]
 
 
-def course(
-    rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None
-) -> ScheduledTraining:
-    """Return a training's results under one schedule, optionally without the wait that a line of a file issues."""
+def course(rank: Rank, library: str, way: str, seed: int) -> ScheduledTraining:
+    """Return a training's results under one schedule."""
     loaded = importlib.import_module(LIBRARIES[library])
     # Freeze the objects of earlier trainings, because a collection by Python depends on what ran before. Objects that
     # stay, such as those that torch's FSDP1 leaks at one rank, need not be traversed again.
@@ -392,10 +390,29 @@ def course(
     gc.freeze()
     gc.disable()
     simulator.set_schedule(seed, rank.rank)
-    with _dropped(*dropped) if dropped else contextlib.nullcontext():
-        bits = _train(loaded, WAYS[way], rank)
-        simulator.synchronize()
+    bits = _train(loaded, WAYS[way], rank)
+    simulator.synchronize()
     return ScheduledTraining(bits, simulator.course(), tuple(simulator.take_unreplayable()))
+
+
+def without_wait(rank: Rank, training: Callable[..., Any], file: str, line: int, **arguments: Any) -> None:
+    """Run a training without the wait for an event, or of the host, that `line` of `file` in impl's FSDP issues."""
+    from impl.distributed.fsdp._engine import streams  # noqa: PLC0415 - after the device is registered
+
+    with contextlib.ExitStack() as stack:
+        for name in ("wait", "wait_in", "block"):
+            waits = getattr(streams.DeviceStreams, name)
+
+            def unless_dropped(*arguments: Any, waits: Callable[..., None] = waits) -> None:
+                frame = sys._getframe(1)
+                while frame is not None:
+                    if frame.f_lineno == line and Path(frame.f_code.co_filename).name == file:
+                        return
+                    frame = frame.f_back
+                waits(*arguments)
+
+            stack.enter_context(mock.patch.object(streams.DeviceStreams, name, unless_dropped))
+        training(rank, library="impl", **arguments)
 
 
 def race(rank: Rank, library: str) -> Outcome:
@@ -462,24 +479,3 @@ def _train(library: ModuleType, way: ShardedProgram, rank: Rank) -> str:
     return hashlib.sha256(
         b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in results)
     ).hexdigest()
-
-
-@contextlib.contextmanager
-def _dropped(file: str, line: int) -> Iterator[None]:
-    """Drop the wait for an event, or of the host, that `line` of `file` in impl's FSDP issues."""
-    from impl.distributed.fsdp._engine import streams  # noqa: PLC0415 - after the device is registered
-
-    with contextlib.ExitStack() as stack:
-        for name in ("wait", "block"):
-            waits = getattr(streams.DeviceStreams, name)
-
-            def unless_dropped(*arguments: Any, waits: Callable[..., None] = waits) -> None:
-                frame = sys._getframe(1)
-                while frame is not None:
-                    if frame.f_lineno == line and Path(frame.f_code.co_filename).name == file:
-                        return
-                    frame = frame.f_back
-                waits(*arguments)
-
-            stack.enter_context(mock.patch.object(streams.DeviceStreams, name, unless_dropped))
-        yield

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from conformance.distributed.fsdp.scenes.rank_judging import run_on_ranks
+from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, run
+from conformance.distributed.fsdp.test_fully_shard_streams import ORDERED, ORDERED_ON_FOUR_RANKS
 from conformance.judge.library import Library
 from conformance.ranks import RankPool
 from conformance.ranks.fixtures import require_simulator
 from conformance.selftests.processes import ROOT
 from conformance.selftests.simulator_sharded import (
-    FLAT_WAYS,
     HYBRID_WAYS,
     LIBRARIES,
     OF_ONE_LIBRARY,
-    PER_PARAMETER_WAYS,
     WAYS,
     ScheduledTraining,
+    course,
     race,
+    without_wait,
 )
 from conformance.simulator import NAME
 
 SHARDING = ROOT / "impl/distributed/fsdp"
-CASE = "conformance.selftests.simulator_sharded:course"
 SEEDS = {"quick": 5, "full": 20, "deep": 100}
 SEEDS_OF_PLAIN = SEEDS | {"deep": 1000}
-SEEDS_WITHOUT_A_WAIT = 6
+IN_SCENE = {"setup": None, "tree": FOUR_UNITS, "arguments": {}}
 DRAWN = 4  # number of the first drawn seed
-# Waits without which no program here has another result, and why they are there.
+# Waits that order no accesses to memory, and why they are there.
 SPARED = {
     ("memory.py", "self.streams.block(event)"): "how far the host runs ahead is no number",
 }
@@ -47,10 +49,8 @@ def pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
-def courses(
-    pool: RankPool, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None
-) -> list[ScheduledTraining]:
-    return pool.run(CASE, deadline_s=120, library=library, way=way, seed=seed, dropped=dropped)
+def courses(pool: RankPool, library: str, way: str, seed: int) -> list[ScheduledTraining]:
+    return pool.run(course, deadline_s=120, library=library, way=way, seed=seed)
 
 
 FULL, DEEP = pytest.mark.profile("full"), pytest.mark.profile("deep")
@@ -86,14 +86,14 @@ def test_hybrid_sharding_has_one_result_on_two_replicas(
 
 
 def check_one_result(pool: RankPool, library: str, way: str, seeds: int) -> None:
-    expected = [course.bits for course in courses(pool, library, way, 0)]
+    expected = [training.bits for training in courses(pool, library, way, 0)]
     for seed in range(1, seeds):
         first = courses(pool, library, way, seed)
         assert list(pool.hazards) == [], f"seed {seed}"
-        assert [course.bits for course in first] == expected, f"seed {seed}"
-        if seed >= DRAWN and not any(course.unreplayable for course in first):
+        assert [training.bits for training in first] == expected, f"seed {seed}"
+        if seed >= DRAWN and not any(training.unreplayable for training in first):
             second = courses(pool, library, way, seed)
-            assert second == first or any(course.unreplayable for course in second), f"seed {seed}"
+            assert second == first or any(training.unreplayable for training in second), f"seed {seed}"
 
 
 def test_missing_wait_fails_programs_of_subjects_that_claim_order(pools: dict[int, RankPool]) -> None:
@@ -131,25 +131,27 @@ def waits() -> Iterator[tuple[str, int, str]]:
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
-            is_wait = called.endswith(("streams.wait", "streams.block", "root.wait_for_pinned_reads"))
-            if is_wait or called in ("make_gather_wait_for_compute", "block_host_until_shards_read"):
+            is_wait = called.endswith(("streams.wait", "streams.wait_in", "streams.block"))
+            if is_wait or called.endswith(
+                ("wait_for_pinned_reads", "make_gather_wait_for_compute", "block_host_until_shards_read")
+            ):
                 yield file.name, node.lineno, ast.unparse(node)
 
 
-@DEEP
+@FULL
 @pytest.mark.parametrize(("file", "line", "text"), list(waits()), ids=lambda value: str(value)[:60])
-def test_training_without_wait_is_wrong(pools: dict[int, RankPool], file: str, line: int, text: str) -> None:
-    hazards = []
-    for way in (*FLAT_WAYS, *PER_PARAMETER_WAYS, *HYBRID_WAYS):
-        pool = pools[4 if way in HYBRID_WAYS else 2]
-        expected = [course.bits for course in courses(pool, "impl", way, 0)]
-        for seed in range(1, SEEDS_WITHOUT_A_WAIT):
-            without_wait = [course.bits for course in courses(pool, "impl", way, seed, dropped=(file, line))]
-            if pool.hazards or without_wait != expected:
-                hazards.append((way, seed))
-                break
-        if hazards:
-            break
-    assert bool(hazards) is not ((file, text) in SPARED), (
-        f"{file}:{line} {text}: {hazards or 'nothing is wrong without it'}"
-    )
+def test_training_without_wait_has_hazard(
+    pools: dict[int, RankPool], file: str, line: int, text: str
+) -> None:
+    """Run all programs until one has a hazard."""
+    programs = [
+        *((4 if way in HYBRID_WAYS else 2, course, {"way": way, "seed": 1}) for way in WAYS if way != "DDP"),
+        *((2, run, {**IN_SCENE, "program": program}) for program in ORDERED),
+        *((4, run, {**IN_SCENE, "program": program}) for program in ORDERED_ON_FOUR_RANKS),
+    ]
+
+    def has_hazard(ranks: int, training: Any, arguments: dict[str, Any]) -> bool:
+        pools[ranks].run(without_wait, deadline_s=120, training=training, file=file, line=line, **arguments)
+        return bool(pools[ranks].hazards)
+
+    assert any(has_hazard(*program) for program in programs) is not ((file, text) in SPARED)

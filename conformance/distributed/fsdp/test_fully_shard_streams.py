@@ -207,7 +207,7 @@ def forward_on_side_stream(scene: Scene) -> dict[str, torch.Tensor]:
     return training.parameters()
 
 
-def step_on_side_stream(scene: Scene, unshards: bool) -> dict[str, torch.Tensor]:
+def step_on_side_stream(scene: Scene, unshards: bool = True) -> dict[str, torch.Tensor]:
     """Train with the steps on another stream, whose event the next forward waits for.
 
     Gradients are reduced in another dtype than that of `.grad`. If `unshards`, the next gather begins before the
@@ -280,14 +280,18 @@ def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
     return losses
 
 
-def steps_in_hooks_of_failed_backward(scene: Scene) -> torch.Tensor:
+def steps_in_hooks_of_failed_backward(scene: Scene, **options: Any) -> torch.Tensor:
     """Return the loss after a backward that steps in hooks and then raises."""
-    training = _Training(scene)
+    training = _Training(scene, **options)
     _step_in_hooks(training.model)
     factor = torch.ones((), device=training.device, requires_grad=True)
     factor.register_hook(_fail)
     tried(training.loss(factor).backward)
     return training.loss()
+
+
+def steps_in_hooks_of_failed_backward_of_replicas(scene: Scene) -> torch.Tensor:
+    return steps_in_hooks_of_failed_backward(scene, mesh=scene.rank.mesh(2, 2, names=("replicas", "shards")))
 
 
 def _fail(gradient: torch.Tensor) -> None:
@@ -353,6 +357,29 @@ def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
     return training.parameters()
 
 
+def finalizations_of_user(scene: Scene) -> dict[str, torch.Tensor]:
+    """Train with reductions that the user starts after each backward and waits for before each step."""
+    training = _Training(scene)
+    training.model.set_manual_backward_finalization(True)
+    for _ in range(_STEPS):
+        training.loss().backward()
+        training.model.finalize_backward(async_op=True).wait()
+        training.step()
+    return training.parameters()
+
+
+def microbatches_before_last_backward(scene: Scene) -> dict[str, torch.Tensor]:
+    """Train with microbatches whose gradients a scaler takes while they are reduced."""
+    training = _Training(scene)
+    scaler = scene.library.find("amp.GradScaler")(scene.rank.device.type)
+    training.model.set_is_last_backward(False)
+    for _ in range(_STEPS):
+        with scaler.microbatch(training.optimizer):
+            scaler.scale(training.loss()).backward()
+    scaler.step(training.optimizer)
+    return training.parameters()
+
+
 def microbatches_of_scaler(scene: Scene) -> torch.Tensor:
     """Return the sum of gradients of microbatches whose forwards are on a side stream. Nothing is sharded."""
     training, param = _Training(scene), nn.Parameter(torch.ones(_WIDTH, device=scene.rank.device))
@@ -383,6 +410,17 @@ PROGRAMS = [
     steps_in_hooks_of_failed_backward,
     penalty_of_shards,
 ]
+ORDERED = [
+    *PROGRAMS,
+    gradient_hooks_before_last_backward,
+    step_on_side_stream,
+    finalizations_of_user,
+    microbatches_before_last_backward,
+]
+ORDERED_ON_FOUR_RANKS = [
+    sequence_parallel_forward_on_side_stream,
+    steps_in_hooks_of_failed_backward_of_replicas,
+]
 
 
 @clause("distributed.fsdp.fully_shard.user_streams")
@@ -398,9 +436,7 @@ def test_streams_of_user_keep_results(plain_twins: PlainTwins, device: str, prog
 
 @clause("distributed.fsdp.fully_shard.ordered")
 @pytest.mark.world_sizes(fewest=2)
-@pytest.mark.parametrize(
-    "program", [*PROGRAMS, gradient_hooks_before_last_backward], ids=lambda program: program.__name__
-)
+@pytest.mark.parametrize("program", ORDERED, ids=lambda program: program.__name__)
 def test_waits_order_accesses_to_memory(plain_twins: PlainTwins, device: str, program: Any) -> None:
     """Run the program. `run_on_ranks` asserts this of every program on the simulated device."""
     if device != simulator.NAME:
@@ -410,10 +446,11 @@ def test_waits_order_accesses_to_memory(plain_twins: PlainTwins, device: str, pr
 
 @clause("distributed.fsdp.fully_shard.ordered")
 @pytest.mark.world_sizes(fewest=4)
-def test_waits_order_partial_sums_of_tensor_parallelism(plain_twins: PlainTwins, device: str) -> None:
+@pytest.mark.parametrize("program", ORDERED_ON_FOUR_RANKS, ids=lambda program: program.__name__)
+def test_waits_order_accesses_to_memory_on_mesh(plain_twins: PlainTwins, device: str, program: Any) -> None:
     if device != simulator.NAME:
         unavailable("the simulated device")
-    plain_twins.values(sequence_parallel_forward_on_side_stream)
+    plain_twins.values(program)
 
 
 @clause("distributed.fsdp.fully_shard.ordered")
