@@ -15,7 +15,7 @@ from conformance.simulator.cost import training_step
 from conformance.simulator.cost.durations import hardware
 from conformance.simulator.cost.llama import LlamaConfig
 from conformance.simulator.cost.timeline import schedule, step_cost
-from conformance.simulator.cost.trace import Trace, tracing
+from conformance.simulator.cost.trace import MARK, Trace, tracing
 
 MIB = 1 << 20
 RANKS = 8
@@ -27,6 +27,17 @@ def cost(trace: Trace) -> dict[str, Any]:
     return asdict(step_cost(schedule(trace.entries, on.seconds, on.host_s))) | {
         "reserved": trace.reserved_bytes
     }
+
+
+def begins(trace: Trace, name: str, slow: str) -> list[float]:
+    """Return when operators `name` of the last step begin, if each operator `slow` takes 1 s and the others no time."""
+    timeline = schedule(trace.entries, lambda entry: float(slow in entry.name), 0.0)
+    step, _ = timeline.marks[-2:]
+    first = [index for index, entry in enumerate(trace.entries) if entry.kind == MARK][-2]
+    of_step = {id(entry) for entry in trace.entries[first:]}
+    return [
+        span.begin - step for span in timeline.spans if name in span.entry.name and id(span.entry) in of_step
+    ]
 
 
 def known() -> Trace:
@@ -48,8 +59,15 @@ def known() -> Trace:
 
 def main() -> None:
     costs = {"known": cost(known())}
-    for name in list(training_step.SUBJECTS):
-        costs[name] = cost(training_step.traced(name, SMALL, RANKS))
+    for name, subject in list(training_step.SUBJECTS.items()):
+        trace = training_step.traced(name, SMALL, RANKS)
+        gathers = begins(trace, "all_gather", slow="nll_loss_forward")
+        training_step.SUBJECTS["hybrid"] = replace(
+            subject, shard=functools.partial(subject.shard, replicas=2)
+        )
+        hybrid = training_step.traced("hybrid", SMALL, RANKS)
+        scatters = begins(hybrid, "reduce_scatter", slow="all_reduce")
+        costs[name] = cost(trace) | {"gathers": gathers, "scatters": scatters}
     subject = training_step.SUBJECTS["torch FSDP"]
     unprefetched = functools.partial(subject.shard, backward_prefetch=None)
     training_step.SUBJECTS["nothing prefetched"] = replace(subject, shard=unprefetched)

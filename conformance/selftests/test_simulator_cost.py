@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from conformance.simulator.cost.durations import bytes_of, flops_of, hardware
 from conformance.simulator.cost.timeline import schedule, step_cost
 from conformance.simulator.cost.trace import MARK, Entry
 
+_UNITS = 5  # four layers and the root
 SECONDS = {"a": 2.0, "b": 3.0, "all_gather": 5.0, "c": 1.0}
 
 pytestmark = pytest.mark.deadline(LIMIT_S + 60)
@@ -118,14 +120,14 @@ def test_unknown_accelerator_raises() -> None:
 
 
 @pytest.fixture(scope="module")
-def costs() -> dict[str, dict[str, float]]:
+def costs() -> dict[str, dict[str, Any]]:
     require_simulator()
     ended = run_python("-m", "conformance.selftests.simulator_costs")
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
 
-def test_device_reports_work_of_program(costs: dict[str, dict[str, float]]) -> None:
+def test_device_reports_work_of_program(costs: dict[str, dict[str, Any]]) -> None:
     known, on = costs["known"], hardware("h100")
     mib = 1 << 20
     bandwidth, latency, host = 3.35e12 * 0.9, on.kernels["latency_s"], on.host_s
@@ -140,15 +142,36 @@ def test_device_reports_work_of_program(costs: dict[str, dict[str, float]]) -> N
     assert known["reserved"] == (64 + 64 + 64 + 512) * mib + 2 * mib  # the sum is of the small ones
 
 
-@pytest.mark.parametrize("subject", ["torch fully_shard", "impl fully_shard", "torch FSDP", "impl FSDP"])
-def test_sharding_gathers_while_it_computes(costs: dict[str, dict[str, float]], subject: str) -> None:
+SUBJECTS = pytest.mark.parametrize(
+    "subject", ["torch fully_shard", "impl fully_shard", "torch FSDP", "impl FSDP"]
+)
+
+
+@SUBJECTS
+def test_first_gather_of_backward_does_not_wait_for_end_of_forward(
+    costs: dict[str, dict[str, Any]], subject: str
+) -> None:
+    begins = costs[subject]["gathers"]
+    assert begins[: _UNITS + 1] == [0.0] * (_UNITS + 1)
+    assert begins[-1] == 1.0
+
+
+@SUBJECTS
+def test_reduce_scatter_does_not_wait_for_all_reduce_before(
+    costs: dict[str, dict[str, Any]], subject: str
+) -> None:
+    assert costs[subject]["scatters"] == [0.0] * _UNITS
+
+
+@SUBJECTS
+def test_sharding_gathers_while_it_computes(costs: dict[str, dict[str, Any]], subject: str) -> None:
     cost = costs[subject]
     assert 0 < cost["exposed_s"] < cost["communicating_s"]
     assert cost["seconds"] >= cost["computing_s"] + cost["exposed_s"]
     assert cost["allocated_bytes"] <= cost["reserved"]
 
 
-def test_gather_without_prefetch_is_exposed(costs: dict[str, dict[str, float]]) -> None:
+def test_gather_without_prefetch_is_exposed(costs: dict[str, dict[str, Any]]) -> None:
     prefetched, alone = costs["torch FSDP"], costs["nothing prefetched"]
     assert alone["exposed_s"] > prefetched["exposed_s"]
     assert alone["seconds"] > prefetched["seconds"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance.simulator.cost.llama import Llama, LlamaBlock, LlamaConfig, loss
 from conformance.simulator.cost.trace import Trace, tracing
@@ -33,10 +33,15 @@ class CostedTraining:
         return self.batch * self.length
 
 
-def fully_sharded(library: ModuleType, model: Llama, ranks: int) -> nn.Module:
-    mesh = init_device_mesh(NAME, (ranks,))
+def _mesh(ranks: int, replicas: int) -> DeviceMesh:
+    if replicas == 1:
+        return init_device_mesh(NAME, (ranks,))
+    return init_device_mesh(NAME, (replicas, ranks // replicas), mesh_dim_names=("replicas", "shards"))
+
+
+def fully_sharded(library: ModuleType, model: Llama, ranks: int, *, replicas: int = 1) -> nn.Module:
     options: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": _mesh(ranks, replicas),
         "mp_policy": library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     for layer in model.layers:
@@ -45,9 +50,14 @@ def fully_sharded(library: ModuleType, model: Llama, ranks: int) -> nn.Module:
     return model.to_empty(device=_DEVICE)
 
 
-def flat_sharded(library: ModuleType, model: Llama, ranks: int, **options: Any) -> nn.Module:
+def flat_sharded(
+    library: ModuleType, model: Llama, ranks: int, *, replicas: int = 1, **options: Any
+) -> nn.Module:
+    strategy = library.ShardingStrategy
     return library.FullyShardedDataParallel(
         model,
+        device_mesh=_mesh(ranks, replicas),
+        sharding_strategy=strategy.FULL_SHARD if replicas == 1 else strategy.HYBRID_SHARD,
         auto_wrap_policy=library.wrap.ModuleWrapPolicy({LlamaBlock}),
         mixed_precision=library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         device_id=torch.device(_DEVICE),
