@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance import simulator
+from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, Program, run
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
@@ -393,6 +394,12 @@ def course(rank: Rank, library: str, way: str, seed: int) -> ScheduledTraining:
     bits = _train(loaded, WAYS[way], rank)
     simulator.synchronize()
     return ScheduledTraining(bits, simulator.course(), tuple(simulator.take_unreplayable()))
+
+
+def run_program(rank: Rank, library: str, program: Program) -> None:
+    """Run a test's program without its result, which a process without the simulated device cannot receive."""
+    outcome = run(rank, library=library, program=program, setup=None, tree=FOUR_UNITS, arguments={})
+    assert outcome.raised is None, outcome.raised
 
 
 def without_wait(rank: Rank, training: Callable[..., Any], file: str, line: int, **arguments: Any) -> None:

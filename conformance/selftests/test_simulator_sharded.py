@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from conformance.distributed.fsdp.scenes.rank_judging import run_on_ranks
-from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, run
 from conformance.distributed.fsdp.test_fully_shard_streams import ORDERED, ORDERED_ON_FOUR_RANKS
 from conformance.judge.library import Library
 from conformance.ranks import RankPool
@@ -23,6 +22,7 @@ from conformance.selftests.simulator_sharded import (
     ScheduledTraining,
     course,
     race,
+    run_program,
     without_wait,
 )
 from conformance.simulator import NAME
@@ -30,7 +30,6 @@ from conformance.simulator import NAME
 SHARDING = ROOT / "impl/distributed/fsdp"
 SEEDS = {"quick": 5, "full": 20, "deep": 100}
 SEEDS_OF_PLAIN = SEEDS | {"deep": 1000}
-IN_SCENE = {"setup": None, "tree": FOUR_UNITS, "arguments": {}}
 DRAWN = 4  # number of the first drawn seed
 # Waits that order no accesses to memory, and why they are there.
 SPARED = {
@@ -103,6 +102,12 @@ def test_missing_wait_fails_programs_of_subjects_that_claim_order(pools: dict[in
     assert pools[2].hazards
 
 
+@pytest.mark.parametrize("program", ORDERED, ids=lambda program: program.__name__)
+def test_programs_on_streams_of_user_have_no_hazard(pools: dict[int, RankPool], program: Any) -> None:
+    pools[2].run(run_program, library="impl", program=program)
+    assert list(pools[2].hazards) == []
+
+
 def test_cast_shards_are_pinned_again(pools: dict[int, RankPool]) -> None:
     assert pools[2].run("conformance.selftests.simulator_sharded:pinned_where_cast") == [[True] * 4] * 2
 
@@ -146,8 +151,8 @@ def test_training_without_wait_has_hazard(
     """Run all programs until one has a hazard."""
     programs = [
         *((4 if way in HYBRID_WAYS else 2, course, {"way": way, "seed": 1}) for way in WAYS if way != "DDP"),
-        *((2, run, {**IN_SCENE, "program": program}) for program in ORDERED),
-        *((4, run, {**IN_SCENE, "program": program}) for program in ORDERED_ON_FOUR_RANKS),
+        *((2, run_program, {"program": program}) for program in ORDERED),
+        *((4, run_program, {"program": program}) for program in ORDERED_ON_FOUR_RANKS),
     ]
 
     def has_hazard(ranks: int, training: Any, arguments: dict[str, Any]) -> bool:

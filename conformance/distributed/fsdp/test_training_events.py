@@ -65,7 +65,12 @@ class Loop:
         model = filled(Forked())
         if self.is_fsdp1:
             strategy = strategy or "FULL_SHARD"
-            how = {"strategy": strategy, "use_orig_params": kind == "originals"}
+            keeps_originals = kind == "originals"
+            how = {
+                "strategy": strategy,
+                "use_orig_params": keeps_originals,
+                "forward_prefetch": keeps_originals,
+            }
             scene.model = scene.wrap(model, units=[nn.Sequential], **how)
         else:
             scene.model = scene.shard_children(model)
@@ -288,6 +293,7 @@ def trained(scene: Scene, events: list[Event], sharded_by: str) -> list[Tensor]:
 @example(events=[_BACKWARD, ("freeze", {})])
 @example(events=[("freeze", {}), _BACKWARD, ("freeze", {"thaws": True}), ("decay", {})])
 @example(events=[_BACKWARD, ("clear", {"by": "model"})])
+@example(events=[("evaluate", {}), ("backward", _WITHOUT_UNIT), ("write", {})])
 def test_events_in_any_order_train_like_unsharded(twins: Twins, sharded_by: str, events: list[Event]) -> None:
     """torch raises an error or silently trains differently in some of these orders."""
     how = {"events": events, "sharded_by": sharded_by}

@@ -59,7 +59,7 @@ Assumptions:
   gradients.
 - Waiting for a collective on a device blocks the current stream and not the host.
 
-The third implementation records events: `impl/distributed/fsdp/tests/recording_streams.py`.
+`conformance/selftests/test_simulator_sharded.py` shows that each of these waits is needed.
 """
 
 from __future__ import annotations

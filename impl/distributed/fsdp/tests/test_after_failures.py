@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from conformance.distributed.fsdp.test_scale import world_of
 from conformance.judge.judgement import unavailable
 from conformance.ranks import Rank, RankPool
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -22,7 +23,7 @@ from impl.distributed.fsdp._comm.desync.foreign_collective import foreign_collec
 from impl.distributed.fsdp._engine.phase import Phase
 from impl.distributed.fsdp._fsdp1 import summon
 from impl.distributed.fsdp._params.param_group import gather
-from impl.distributed.fsdp.tests.streamed import PLAIN, call, loss_of, model_of, world_of
+from impl.distributed.fsdp.tests.small_model import loss_of_batch, model_of
 
 CPU = torch.device("cpu")
 
@@ -43,13 +44,13 @@ def seeded_model() -> Any:
 
 
 def gradients_of_a_step(model: nn.Module) -> list[Tensor]:
-    loss_of(call(model, PLAIN, PLAIN.batch(0, 0))).backward()
+    loss_of_batch(model).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def raise_in_backward(model: Any) -> None:
     hook = model.body.parts[0].register_forward_hook(lambda module, args, output: Raising.apply(output))
-    loss = loss_of(call(model, PLAIN, PLAIN.batch(0, 0)))
+    loss = loss_of_batch(model)
     hook.remove()
     with pytest.raises(ValueError, match="raised in backward"):
         loss.backward()
@@ -111,8 +112,8 @@ def test_forward_inside_rank0_only_summoning_raises() -> None:
             type(model).summon_full_params(model, writeback=False, rank0_only=True),
             pytest.raises(RuntimeError, match="rank0_only=True"),
         ):
-            call(model, PLAIN, PLAIN.batch(0, 0))
-        call(model, PLAIN, PLAIN.batch(0, 0))
+            loss_of_batch(model)
+        loss_of_batch(model)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -132,7 +133,7 @@ def test_failed_backward_inside_summoning_changes_no_weight(use_orig_params: boo
         with type(model).summon_full_params(model):
             raise_in_backward(model)
         torch.testing.assert_close(unsharded_of(model), before, rtol=0, atol=0)
-        loss_of(call(model, PLAIN, PLAIN.batch(0, 0))).backward()
+        loss_of_batch(model).backward()
 
 
 def test_gradients_from_before_a_backward_that_raised_are_kept() -> None:
@@ -226,7 +227,7 @@ def test_forward_thread_may_list_parameters_during_backward_of_another_thread() 
         hook = model.body.parts[0].register_forward_hook(
             lambda _, __, out: out.register_hook(wait_for_list) and None
         )
-        loss = loss_of(call(model, PLAIN, PLAIN.batch(0, 0)))
+        loss = loss_of_batch(model)
         hook.remove()
         thread = threading.Thread(target=loss.backward)
         thread.start()

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from conformance.distributed.fsdp.test_scale import world_of
 from impl.distributed.fsdp import fully_shard
 from impl.distributed.fsdp._fully_shard.init import group_by_mesh, mesh_of_all
 from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
-from impl.distributed.fsdp.tests.streamed import world_of
 
 
 def test_missing_accelerator_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from conformance.distributed.fsdp.test_scale import world_of
 from impl.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from impl.distributed.fsdp._flat_param import FlatParameter
-from impl.distributed.fsdp.tests.streamed import world_of
 from impl.optim._shards import Sharding, shardings_of
 
 

@@ -6,7 +6,8 @@ import re
 
 from torch.profiler import ProfilerActivity, profile
 
-from impl.distributed.fsdp.tests.streamed import PLAIN, call, loss_of, model_of, world_of
+from conformance.distributed.fsdp.test_scale import world_of
+from impl.distributed.fsdp.tests.small_model import loss_of_batch, model_of
 
 LABELS = (
     "FSDP::pre_forward",
@@ -24,7 +25,7 @@ def test_profile_names_every_unit_in_each_phase() -> None:
         model = model_of()
         units = model.fsdp_modules(model)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            loss_of(call(model, PLAIN, PLAIN.batch(0, 0))).backward()
+            loss_of_batch(model).backward()
         matches = [re.fullmatch(r"(.*) \((.*)\)", event.name) for event in profiled.events()]
         shown = {(match[1], match[2]) for match in matches if match and match[1] in LABELS}
         named = [unit._unit.name for unit in units if unit._has_params]
