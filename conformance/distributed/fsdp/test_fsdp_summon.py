@@ -14,7 +14,11 @@ from torch import nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, states_of
 from conformance.distributed.fsdp.scenes.module_trees import call, loss_of, out_of_form
-from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.scenes.rank_judging import (
+    assert_ranks_agree,
+    share_of_examples,
+    tolerance_of_policy,
+)
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, filled, named, tried
 from conformance.distributed.fsdp.scenes.state_dicts import Form, state_dict_of_other_model
 from conformance.distributed.fsdp.scenes.twins import (
@@ -194,6 +198,17 @@ def test_parameters_are_whole_and_named_as_before_wrapping(twins: Twins, strateg
         for name, state in whole.items():
             assert torch.equal(state["value"].values, plain[name]), name
             assert state["grad"].values.shape == plain[name].shape
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.options")
+def test_summoned_gradients_keep_low_precision_without_sharding(twins: Twins) -> None:
+    precision = {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True}
+    setup = leaf_by_leaf("NO_SHARD", use_orig_params=True, mixed_precision=precision)
+    options = {"with_grads": True}
+    for outcome in twins.agree(
+        unsharded, setup, tolerance_of_policy(precision), tree=SIMPLE, options=options
+    ):
+        assert {state["grad"].dtype for state in outcome.value.values()} == {torch.bfloat16}
 
 
 def train_after_changes(scene: Scene) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
@@ -35,6 +36,55 @@ def test_low_precision_gradients_are_set_at_both_places_of_tied_parameter(
         lambda library: cpu_twins.trained(library, training),
         torch_does=raises(RuntimeError, "attempting to assign a gradient with dtype"),
         we_do=lambda outcomes: holds(assert_like_unsharded, outcomes, training, tolerance_of_policy(policy)),
+    )
+
+
+def summoned_gradients(scene: Scene, *, strategy: str, **arguments: Any) -> list[torch.Tensor]:
+    """Return the unsharded gradients of a weight and a bias, and their sum after the user has doubled them."""
+    model = scene.wrap(nn.Linear(2, 3), strategy=strategy, use_orig_params=True, **arguments)
+    model(torch.ones(4, 2, device=scene.rank.device)).sum().backward()
+    with scene.fsdp.summon_full_params(model, with_grads=True):
+        grads = [param.grad.clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.grad.mul_(2)
+    with scene.fsdp.summon_full_params(model, with_grads=True):
+        return [*grads, torch.stack([param.grad.sum() for param in model.parameters()]).sum()]
+
+
+def _are_summoned(dtype: torch.dtype, device: str) -> Any:
+    """Return a check whether each rank has the gradients of a sum over four rows of ones."""
+    expected = [torch.full((3, 2), 4.0), torch.full((3,), 4.0), torch.tensor(72.0)]
+    return each(
+        lambda grads: all(
+            torch.equal(grad.values.cpu(), values.to(dtype)) and grad.device.type == device
+            for grad, values in zip(grads, expected, strict=True)
+        )
+    )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.summoned_in_low_precision")
+@pytest.mark.deviation("fsdp.summoned_in_low_precision")
+@pytest.mark.world_sizes(fewest=2)
+def test_sharded_gradients_are_summoned_in_low_precision(twins: Twins, device: str) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    twins.deviate(
+        summoned_gradients,
+        strategy="FULL_SHARD",
+        mixed_precision=precision,
+        torch_does=raises(RuntimeError, "attempting to assign a gradient with dtype"),
+        we_do=_are_summoned(torch.bfloat16, device),
+    )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.offloaded_whole")
+@pytest.mark.deviation("fsdp.offloaded_whole")
+def test_offloaded_gradients_are_summoned_without_sharding(twins: Twins) -> None:
+    twins.deviate(
+        summoned_gradients,
+        strategy="NO_SHARD",
+        cpu_offload=CPUOffload(offload_params=True),
+        we_do=_are_summoned(torch.float32, "cpu"),
+        may_agree=True,
     )
 
 

@@ -18,6 +18,7 @@ from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_f
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
+from impl.distributed.fsdp._layout.unreduced_grads import set_grad
 from impl.distributed.fsdp._params.param_group import gather
 from impl.distributed.fsdp._params.param_registration import keeping_order
 from impl.distributed.fsdp._params.tensor_parallel import local_of
@@ -215,7 +216,10 @@ class _SummonedHandle:
     def _set_unsharded_grads(self, grads: Tensor) -> None:
         shown = self._handle.wrap_locals(self._handle.views_of(grads))
         for index, parameter in self._registered():
-            parameter.grad = shown[index] if parameter.requires_grad else None
+            if parameter.requires_grad:
+                set_grad(parameter, shown[index])
+            else:
+                parameter.grad = None
 
     def _registered(self) -> list[tuple[int, Tensor]]:
         return [
