@@ -148,6 +148,90 @@ def test_extension_hooks_control_gathering(
     plain_twins.agree(extended, kind=kind, policy=policy)
 
 
+class Product(torch.Tensor):
+    """Unsharded parameter that consists of the gathered halves and a factor."""
+
+    @staticmethod
+    def __new__(cls, halves: torch.Tensor, factor: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, halves.shape, halves.stride(), dtype=halves.dtype, device=halves.device
+        )
+
+    def __init__(self, halves: torch.Tensor, factor: torch.Tensor) -> None:
+        self.halves, self.factor = halves, factor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["halves", "factor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], *_: Any) -> Product:
+        return Product(tensors["halves"], tensors["factor"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func in (_ATEN.detach.default, _ATEN.as_strided.default), func
+        return cls(args[0].halves, args[0].factor)
+
+
+class Factored(Halved):
+    """Tensor whose unsharded parameter is a `Product`."""
+
+    def fsdp_post_all_gather(  # type: ignore[override]
+        self, gathered: tuple[torch.Tensor, ...], *_: Any, out: Any = None
+    ) -> Any:
+        halves, factors = gathered
+        factor = factors.amax()
+        if out is None:
+            return Product(halves, factor), (halves,)
+        out.factor = factor
+        return None
+
+
+class _Multiply(torch.autograd.Function):
+    """Linear layer whose graph contains the tensors inside a `Product`, as compiled graphs do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Product) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight.halves, weight.factor)
+        return x @ weight.halves.t() * weight.factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, halves, factor = ctx.saved_tensors
+        return grad @ halves * factor, grad.t() @ x
+
+
+class _FactoredLinear(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Factored(torch.linspace(-1, 1, width * width).view(width, width)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        return _Multiply.apply(x, weight)
+
+
+def tensors_inside_in_graph(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training whose graphs contain the tensors inside the unsharded parameters."""
+    width = 4 * scene.rank.world_size
+    with scene.rank.device:
+        model = scene.shard_children(nn.Sequential(*(_FactoredLinear(width) for _ in range(4))))
+        x = torch.linspace(-1, 1, 3 * width).view(3, width)
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.01), list[torch.Tensor]()
+    for _ in range(3):
+        losses.append(model(x).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@clause("distributed.fsdp.fully_shard.extensions")
+@pytest.mark.world_sizes(fewest=2)
+def test_graph_may_contain_tensors_inside_unsharded_parameter(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(tensors_inside_in_graph)
+
+
 class OneMethod(Halved):
     fsdp_post_all_gather = property()  # type: ignore[assignment]
 

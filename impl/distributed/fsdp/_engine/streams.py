@@ -52,6 +52,8 @@ Assumptions:
   stream only. `record_stream` is called for gradients that COMPUTE reads, because a module's own streams may have
   allocated them. It does nothing if COMPUTE has. So memory usage does not depend on the speed of the device, unless
   work on other streams of the user allocates gradients.
+- `record_stream` is called, too, for tensors that an all-gather extension creates beside the gathered ones, such as
+  scales. GATHER allocates them, and graphs may free them while COMPUTE reads them.
 - A module that computes on streams of its own computes with the unit's inputs there. Gradients that do not flow to an
   input of the unit may be copied before that stream has computed them.
 - In autograd's hooks the current stream is that of the forward operator whose node is running. In the callback at the

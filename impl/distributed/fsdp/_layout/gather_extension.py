@@ -7,13 +7,15 @@ torch 2.15, a third method says whether the gathered tensors are freed once the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
+from impl.kernels import keep_for_current_stream
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -96,8 +98,9 @@ class GatherExtension:
     def unsharded(self, dtype: torch.dtype) -> nn.Parameter:
         """Return the parameter made of the gathered tensors. It is always the same object, with new memory."""
         after = getattr(self._param.local, _AFTER)
+        # `data` has a version of its own, because a graph may contain the gathered tensors and not the parameter.
         gathered = tuple(
-            output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True)
+            output.data.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True)
         )
         if self._unsharded is None:
             tensor, self._inner = after(gathered, self._metadata, dtype)
@@ -110,6 +113,19 @@ class GatherExtension:
         if self._releases_outputs:
             _free(self.outputs)
         return self._unsharded
+
+    def keep_for_current_stream(self) -> None:
+        """Keep tensors of the unsharded parameter, such as scales, until the current stream has read them.
+
+        The memory of these tensors is GATHER's, and the last graph that contains them frees it. The memory of outputs
+        and inner tensors is not concerned, because GATHER waits before that is freed.
+        """
+        if self._unsharded is not None:
+            own = self.memory
+            tensors = _tensors_inside(self._unsharded)
+            keep_for_current_stream(
+                tensor for tensor in tensors if tensor.untyped_storage()._cdata not in own
+            )
 
     def free(self) -> None:
         _free((*self.outputs, *self._inner))
@@ -150,6 +166,15 @@ def _releases_outputs(local: Tensor) -> bool:
     if not isinstance(releases, bool):
         raise AssertionError(f"{_RELEASES} must return a bool, got {type(releases)}")
     return releases
+
+
+def _tensors_inside(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the ordinary tensors that a tensor subclass contains, at any depth, or the tensor if it is ordinary."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _tensors_inside(getattr(tensor, name))
+    elif type(tensor) in (Tensor, nn.Parameter):
+        yield tensor
 
 
 def _free(tensors: Sequence[Tensor]) -> None:

@@ -393,6 +393,7 @@ class DTensorGroup:
         unsharded = self.unsharded_params or self.unsharded(dtype)
         unsharded.share_requires_grad(self._post_forward_params)
         unsharded.record_trainable()
+        unsharded.keep_extension_tensors()
         if not self.uses_unsharded_views or self._substitutes:
             self._registration.register(self._unsharded_tensors(unsharded.views))
             self.uses_unsharded_views = True

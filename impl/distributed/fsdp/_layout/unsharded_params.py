@@ -230,6 +230,12 @@ class UnshardedParams:
                 note_replaced(self.views[index], self._params[index].name, self._params[index])
                 _set_grad_dtype(self.views[index], self._view_grad_dtypes[index])
 
+    def keep_extension_tensors(self) -> None:
+        """Keep the tensors that extensions created beside the gathered ones until the current stream has read them."""
+        for extension in self._extensions if self._is_extended else ():
+            if extension is not None:
+                extension.keep_for_current_stream()
+
     def share_requires_grad(self, post_forward_params: Sequence[nn.Parameter]) -> None:
         """Set `requires_grad` of all forms of a parameter to the setting of the form that the user has changed.
 
