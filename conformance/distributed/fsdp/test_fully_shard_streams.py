@@ -62,7 +62,9 @@ class _Training:
         if api == "fully_shard":
             self.model = scene.shard_children(model, **options)
         else:
-            self.model = scene.wrap(model, strategy="FULL_SHARD", units=[nn.Linear], use_orig_params=True)
+            self.model = scene.wrap(
+                model, strategy="FULL_SHARD", units=[nn.Linear], use_orig_params=True, **options
+            )
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.5)
         self.x = torch.linspace(-1, 1, _UNIT_NUMEL, device=self.device).view(-1, _WIDTH)
 
@@ -97,16 +99,16 @@ class _Training:
         if joins:
             main.wait_stream(stream)
 
-    def fill_freed_memory(self) -> list[torch.Tensor]:
+    def fill_freed_memory(self, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
         """Return tensors that get memory which was given back to the current stream."""
-        sizes = (_UNIT_NUMEL, _UNIT_NUMEL - _WIDTH, _WIDTH) * 12
-        return [torch.full((size,), 7.0, device=self.device) for size in sizes]
+        sizes = (_UNIT_NUMEL, _UNIT_NUMEL - _WIDTH, _UNIT_NUMEL // 2, _WIDTH) * 12
+        return [torch.full((size,), 7.0, device=self.device, dtype=dtype) for size in sizes]
 
-    def fill_freed_memory_of(self, stream: torch.Stream | None) -> None:
+    def fill_freed_memory_of(self, stream: torch.Stream | None, dtype: torch.dtype = torch.float32) -> None:
         """Make `stream` allocate, as for the next batch. Then the current stream waits for it."""
         if stream is not None:
             with stream:
-                memory = self.fill_freed_memory()
+                memory = self.fill_freed_memory(dtype)
             torch.accelerator.current_stream().wait_stream(stream)
             del memory
 
@@ -380,6 +382,35 @@ def microbatches_before_last_backward(scene: Scene) -> dict[str, torch.Tensor]:
     return training.parameters()
 
 
+def penalty_of_fsdp_on_side_stream(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training in which a side stream first computes gradients of the sharded parameters."""
+    training, losses = _Training(scene, "FullyShardedDataParallel"), list[torch.Tensor]()
+    params = [param for param in training.model.parameters() if param.numel()]
+    for _ in range(_STEPS):
+        with training.on(training.streams[0]):
+            torch.stack([param.square().sum() for param in params]).sum().backward()
+        losses.append(training.loss())
+        losses[-1].backward()
+        training.fill_freed_memory_of(training.streams[0])
+        training.step()
+    return losses
+
+
+def kept_low_precision_gradients_of_two_streams(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training that adds up gradients of two streams, in another dtype than the parameters'."""
+    precision = scene.api.MixedPrecision(param_dtype=torch.float64, keep_low_precision_grads=True)
+    training = _Training(scene, "FullyShardedDataParallel", mixed_precision=precision)
+    losses = []
+    for _ in range(_STEPS):
+        with training.on(training.streams[0]):
+            training.loss(2.0).backward()
+        losses.append(training.loss().float())
+        losses[-1].backward()
+        training.fill_freed_memory_of(training.streams[0], torch.float64)
+        training.step()
+    return losses
+
+
 def microbatches_of_scaler(scene: Scene) -> torch.Tensor:
     """Return the sum of gradients of microbatches whose forwards are on a side stream. Nothing is sharded."""
     training, param = _Training(scene), nn.Parameter(torch.ones(_WIDTH, device=scene.rank.device))
@@ -409,6 +440,8 @@ PROGRAMS = [
     steps_in_hooks_before_last_backward,
     steps_in_hooks_of_failed_backward,
     penalty_of_shards,
+    penalty_of_fsdp_on_side_stream,
+    kept_low_precision_gradients_of_two_streams,
 ]
 ORDERED = [
     *PROGRAMS,

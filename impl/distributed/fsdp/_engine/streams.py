@@ -49,9 +49,9 @@ Reads that must happen before memory is overwritten or given to others:
 Assumptions:
 
 - Memory belongs to the stream that was current when it was allocated, also by resizing a storage, and returns to that
-  stream only. `record_stream` is called for gradients that COMPUTE reads, because a module's own streams may have
-  allocated them. It does nothing if COMPUTE has. So memory usage does not depend on the speed of the device, unless
-  work on other streams of the user allocates gradients.
+  stream only. `record_stream` is called for gradients that COMPUTE reads, because a module's own streams, or COMPUTE of
+  an earlier backward, may have allocated them. It does nothing if COMPUTE has. So memory usage does not depend on the
+  speed of the device, unless work on other streams of the user allocates gradients.
 - `record_stream` is called, too, for tensors that an all-gather extension creates beside the gathered ones, such as
   scales. GATHER allocates them, and graphs may free them while COMPUTE reads them.
 - A module that computes on streams of its own computes with the unit's inputs there. Gradients that do not flow to an

@@ -355,6 +355,7 @@ class GradientShard:
     def _copied_in(self, present: Sequence[Tensor | None]) -> Tensor:
         """Copy the gradients into a new shard after the user replaced some or set some to None, which become zeros."""
         handle = self._handle
+        keep_for_current_stream(present)  # the caller may replace them
         dtype = next(grad.dtype for grad in present if grad is not None)
         shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.flat_param.device)
         for piece, grad in zip(handle.pieces_of(shard), present, strict=True):
@@ -368,6 +369,7 @@ class GradientShard:
             self._averaged = grad.new_zeros(self._handle.layout.shard_numel)
         piece = self._averaged_piece(index)
         if piece is not None:
+            keep_for_current_stream([grad])
             piece.zero_() if grad is None else piece.copy_(grad)
 
     def _averaged_piece(self, index: int) -> Tensor | None:
@@ -411,4 +413,7 @@ def _sum(earlier: Tensor | None, new: Tensor | None) -> Tensor | None:
     """Return the sum of two gradients in the dtype of the new gradient. May write to the earlier gradient."""
     if earlier is None or new is None:
         return new if earlier is None else earlier
+    if earlier.dtype is not new.dtype:
+        # The earlier gradient is freed here, and its backward may have allocated it on another stream.
+        keep_for_current_stream([earlier])
     return earlier.to(new.dtype).add_(new)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
+from impl.kernels import keep_for_current_stream
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class UnreducedGrads:
 
     def add_average(self, average: Tensor) -> None:
         """Add an average of earlier backwards, if the gradients are not sharded."""
+        if self.total.dtype is not average.dtype:
+            keep_for_current_stream([self.total])
         self.total = self.total.to(average.dtype).add_(average.to(self.total.device))
         self.views = self._handle.views_of(self.total)
 
@@ -110,6 +113,7 @@ class UnreducedGrads:
                 shown.view.zero_()
                 averages.append((shown.index, None))
             elif not is_there:
+                keep_for_current_stream([grad])
                 shown.view.copy_(grad)
         return averages
 
