@@ -20,6 +20,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 
 _WIDTH, _STEPS = 16, 3
+_LARGE_NUMEL = 160_000  # elements of a buffer whose memory is not split
 _UNIT_NUMEL = _WIDTH * (_WIDTH + 1)  # elements of a layer, and of its gathered or reduced buffer
 
 
@@ -314,6 +315,21 @@ def gradient_hooks_before_last_backward(scene: Scene) -> dict[str, torch.Tensor]
     return training.parameters()
 
 
+def unshard_between_on_side_stream(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training in which a side stream gathers units, of shards over half of the ranks."""
+    training, losses = _Training(scene, reshard_after_forward=2), list[torch.Tensor]()
+    for _ in range(_STEPS):
+        losses.append(training.loss())
+        with training.on(training.streams[0], joins=False):
+            for unit in training.model:
+                unit.unshard()
+        memory = training.fill_freed_memory()
+        losses[-1].backward()
+        training.step()
+        del memory
+    return losses
+
+
 def sequence_parallel_forward_on_side_stream(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training whose gradients are partial sums over half of the ranks."""
     mesh, side = scene.rank.mesh(2, 2, names=("data", "model")), torch.Stream(scene.rank.device)
@@ -411,6 +427,45 @@ def kept_low_precision_gradients_of_two_streams(scene: Scene) -> list[torch.Tens
     return losses
 
 
+def first_forward_of_fsdp_on_side_stream(scene: Scene) -> torch.Tensor:
+    """Return the output of a first forward, which casts the buffers, while the current stream allocates memory."""
+    layer = nn.Linear(_WIDTH, _WIDTH).to(scene.rank.device)
+    nn.init.ones_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    layer.register_buffer("factor", torch.full((_LARGE_NUMEL,), 2.0, device=scene.rank.device))
+    layer.register_forward_hook(lambda layer, _, output: output * layer.factor[:_WIDTH])
+    model = scene.wrap(layer, mixed_precision=scene.api.MixedPrecision(buffer_dtype=torch.float64))
+    x = torch.ones(1, _WIDTH, device=scene.rank.device)
+    if not scene.shards:
+        return model(x).double()
+    main, side = torch.accelerator.current_stream(), torch.Stream(scene.rank.device)
+    side.wait_stream(main)
+    with side:
+        output = model(x)
+    memory = [torch.full((_LARGE_NUMEL,), 7.0, device=scene.rank.device) for _ in range(4)]
+    main.wait_stream(side)
+    del memory
+    return output
+
+
+def assigned_data_of_fsdp_on_two_streams(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses of a training with data that is assigned to the parameters on the stream of each forward."""
+    training, losses = _Training(scene, "FullyShardedDataParallel"), list[torch.Tensor]()
+    for stream in (None, training.streams[0], None, training.streams[1]):
+        with training.on(stream, joins=False):
+            for param in training.model.parameters():
+                param.data = param.data * 2
+            losses.append(training.loss())
+        memory = training.fill_freed_memory()
+        if stream is not None:
+            torch.accelerator.current_stream().wait_stream(stream)
+        del memory
+        losses[-1].backward()
+        training.fill_freed_memory_of(training.streams[0])
+        training.step()
+    return losses
+
+
 def microbatches_of_scaler(scene: Scene) -> torch.Tensor:
     """Return the sum of gradients of microbatches whose forwards are on a side stream. Nothing is sharded."""
     training, param = _Training(scene), nn.Parameter(torch.ones(_WIDTH, device=scene.rank.device))
@@ -442,6 +497,8 @@ PROGRAMS = [
     penalty_of_shards,
     penalty_of_fsdp_on_side_stream,
     kept_low_precision_gradients_of_two_streams,
+    first_forward_of_fsdp_on_side_stream,
+    assigned_data_of_fsdp_on_two_streams,
 ]
 ORDERED = [
     *PROGRAMS,
@@ -453,6 +510,7 @@ ORDERED = [
 ORDERED_ON_FOUR_RANKS = [
     sequence_parallel_forward_on_side_stream,
     steps_in_hooks_of_failed_backward_of_replicas,
+    unshard_between_on_side_stream,
 ]
 
 

@@ -296,9 +296,9 @@ class UnitParams(Generic[Group_co]):
             self.use_kept_views()
             return
         if self._gathered is not None:
+            self.wait_for_gather()
             for group in self.param_groups:
                 group.use_sharded_views(after_forward=after_forward)
-            self.wait_for_gather()
             readers, self._gathered = self._gathered.readers, None
             if self._set_aside is None:
                 self.root.memory.note_resharded(self, readers)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._params.managed import clean_name
+from impl.distributed.fsdp._params.tensor_parallel import local_of
+from impl.kernels import keep_for_current_stream
 
 
 class Buffers:
@@ -60,7 +62,10 @@ class Buffers:
         return [wrapper for wrapper in (reference() for reference in self._wrappers) if wrapper is not None]
 
     def _move(self, buffer: Tensor, dtype: torch.dtype | None) -> None:
-        buffer.data = buffer.to(self._device, dtype if buffer.is_floating_point() else None)
+        moved = buffer.to(self._device, dtype if buffer.is_floating_point() else None)
+        if moved is not buffer:
+            keep_for_current_stream([local_of(buffer)])
+            buffer.data = moved
 
 
 def _deciding(wrappers: Sequence[Wrapper]) -> Sequence[Wrapper]:

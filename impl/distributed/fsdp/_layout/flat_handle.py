@@ -16,6 +16,7 @@ from impl.distributed.fsdp._layout.flat_buffer import view_into
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Piece, split_sizes
 from impl.distributed.fsdp._params.config import Config
 from impl.distributed.fsdp._params.param_registration import ManagedParam, ParamInfo, note_replaced
+from impl.kernels import keep_for_current_stream
 
 
 class FlatParamHandle:
@@ -177,6 +178,8 @@ class FlatParamHandle:
                 f"the flat parameter with {self.param_infos[0].name} was given {shape} elements, but this rank "
                 f"keeps {self.layout.shard_numel}; change unsharded parameters inside summon_full_params()"
             )
+        # The caller replaces these tensors.
+        keep_for_current_stream([self.flat_param.data, *[param.data for param in self.parameters]])
         if not self.use_orig_params:
             return self.flat_param.data.contiguous()
         # A copy, because the user may assign the previous memory again.

@@ -32,7 +32,7 @@ from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe
 from impl.distributed.fsdp._params.param_registration import ParamInfo, ParamLocation, ParamRegistration
 from impl.distributed.fsdp._params.policies import OffloadPolicy, ParamPrecision, offloads, pins
 from impl.distributed.fsdp._params.user_warnings import warn_user
-from impl.kernels import to_device
+from impl.kernels import keep_for_current_stream, to_device
 
 
 class DTensorGroup:
@@ -397,7 +397,7 @@ class DTensorGroup:
         if not self.uses_unsharded_views or self._substitutes:
             self._registration.register(self._unsharded_tensors(unsharded.views))
             self.uses_unsharded_views = True
-            self._post_forward_shards, self._post_forward_params = [], []
+            self._drop_post_forward_shards()
         return unsharded
 
     def _unsharded_tensors(self, views: Sequence[Tensor]) -> list[Tensor]:
@@ -429,7 +429,8 @@ class DTensorGroup:
         if self.unsharded_params is not None:
             self.unsharded_params.share_requires_grad(self._post_forward_params)
         shards = self._new_post_forward_shards() if after_forward else []
-        self._post_forward_shards, self._post_forward_params = shards, []
+        self._drop_post_forward_shards()
+        self._post_forward_shards = shards
         if shards and self._backward_mesh is not None:
             self._post_forward_params = [
                 param.post_forward_param(shard, self._backward_mesh)
@@ -445,6 +446,11 @@ class DTensorGroup:
         if not reshards_to_fewer or fewer is None or unsharded is None or any(self._extends):
             return []
         return [param.post_forward_shard(run, fewer.rank(), fewer.size()) for param, run in unsharded.runs]
+
+    def _drop_post_forward_shards(self) -> None:
+        """Drop the larger shards for backward. The current stream has waited for the last gather of them."""
+        keep_for_current_stream(self._post_forward_shards)
+        self._post_forward_shards, self._post_forward_params = [], []
 
     def register_at(self, param: ShardedParam, locations: tuple[ParamLocation, ...]) -> None:
         """Register the parameter in other modules that share it. The group must be sharded."""
