@@ -420,7 +420,7 @@ class FSDPModule(_BaseForTypeCheckers):
         """
         check_same_mesh("set_custom_reduce_scatter", "custom comm", self._state.groups)
         for group in self._state.groups:
-            group.reduction.comm = comm
+            group.reduction.custom_reduce_scatter = comm
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: object = None) -> None:
         """Call `hook` with each reduced shard: the average in float32 and bfloat16, else a sum that is partly divided.
@@ -432,7 +432,7 @@ class FSDPModule(_BaseForTypeCheckers):
         """
         check_same_mesh("set_all_reduce_hook", "hook", self._state.groups)
         for group in self._state.groups:
-            group.reduction.on_reduced = hook
+            group.reduction.all_reduce_hook = hook
             if stream is not None and group.params[0].replicates:
                 raise ValueError("stream cannot be set when using native HSDP")
 
@@ -456,7 +456,7 @@ class FSDPModule(_BaseForTypeCheckers):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether a hook of `set_all_reduce_hook` gets sums. Collectives always reduce by sums."""
         for group in self._state.groups:
-            group.reduction.sums_alone = enable
+            group.reduction.forces_sums = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

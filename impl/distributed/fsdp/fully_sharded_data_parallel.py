@@ -437,12 +437,12 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 raise AssertionError(
                     f"Communication hook is not supported for hybrid strategies: {wrapper.sharding_strategy}"
                 )
-            if any(group.reduction.hook is not None for group in wrapper._unit.param_groups):
+            if any(group.reduction.comm_hook is not None for group in wrapper._unit.param_groups):
                 raise AssertionError("A communication hook is already registered")
             if not callable(hook):
                 raise ValueError(f"The communication hook must be callable but got {hook}")
         for group in (group for wrapper in inner for group in wrapper._unit.param_groups):
-            group.reduction.hook, group.reduction.hook_state = hook, state
+            group.reduction.comm_hook, group.reduction.comm_hook_state = hook, state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Move or cast the shards. The parameters follow."""

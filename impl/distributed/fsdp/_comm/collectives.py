@@ -1,4 +1,8 @@
-"""Collectives of a unit's ranks: gathers of shards and sums of gradients, with their dtypes and divisors."""
+"""Collectives of a unit's ranks: gathers of shards and sums of gradients, with their dtypes and divisors.
+
+W = ranks that parameters are sharded over, S = elements of a rank's shard. An *entry* is the name of a collective, such
+as `gathered 'blocks.1'`, which the ranks compare (`desync/collective_order.py`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ _LOW_PRECISION: dict[Any, torch.dtype] = {
 }
 _Hook = Callable[..., Any]
 # Dtypes in which torch lets collectives divide.
-_DIVIDED = (torch.float32, torch.bfloat16)
+_AVERAGED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def all_gathered(shard: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> Tensor:
@@ -95,33 +99,34 @@ class PartialSum:
 
 
 class Reduction:
-    """Average of a unit's gradients over its ranks. A user's `hook` replaces torch's collectives.
+    """Average of a group's gradients over its ranks, with the user's settings and hooks.
 
     Args:
-        sharded_with: returns the sharding settings that all ranks must share and that are not the defaults. Called
-            when they are compared.
+        describe_settings: returns the sharding settings that all ranks must share, without defaults, as text.
     """
 
-    def __init__(self, groups: Groups, sharded_with: Callable[[], str]) -> None:
+    def __init__(self, groups: Groups, describe_settings: Callable[[], str]) -> None:
         self.groups = groups
-        self._sharded_with = sharded_with
+        self._describe_settings = describe_settings
         # Actions that were not recorded yet. The first entry of each also names the settings.
-        self._introduces = {GATHERED, REDUCED}
-        self.hook: _Hook | None = None
-        self.hook_state: Any = None
-        self.divide_factor: float | None = None  # replaces the number of ranks
-        self.scatters_over: dist.ProcessGroup | None = None  # default: the group that gathers
-        self.comm: Any = None  # user-defined reduce-scatter: `allocate`, and a call
-        self.on_reduced: Callable[[Tensor], None] | None = None  # called with each reduced shard
-        self.sums_alone = False  # no collective divides, so `hook` and `comm` see sums
-        self.defers_all_reduce = False  # replicas accumulate their scattered shards
-        self.without = ""  # suffix of an entry: parameters without gradients here
-        self.partial: PartialSum | None = None
+        self._unrecorded = {GATHERED, REDUCED}
+        self.missing_suffix = ""  # names of parameters without gradients here
         self.numels: Mapping[Hashable, int] = {}  # elements of each parameter in the next shard, in order
+        self.defers_all_reduce = False  # `partial` accumulates scattered shards instead
+        self.partial: PartialSum | None = None
+        # FullyShardedDataParallel.register_comm_hook: replaces the reduce-scatter and the all-reduce.
+        self.comm_hook: _Hook | None = None
+        self.comm_hook_state: Any = None
+        # Setters of fully_shard's FSDPModule.
+        self.divide_factor: float | None = None  # replaces the number of ranks
+        self.scatter_group: dist.ProcessGroup | None = None  # default: the group that gathers
+        self.custom_reduce_scatter: Any = None
+        self.all_reduce_hook: Callable[[Tensor], None] | None = None  # called with each reduced shard
+        self.forces_sums = False  # the user's hook and reduce-scatter see no averages
 
     @property
     def casts_itself(self) -> bool:
-        return self.hook in _LOW_PRECISION
+        return self.comm_hook in _LOW_PRECISION
 
     def entry(self, action: str, name: str) -> str:
         """Return the text that ranks compare.
@@ -129,10 +134,10 @@ class Reduction:
         The first gather and the first reduction add the settings that are not defaults.
         """
         entry = f"{action} '{name}'"
-        if action not in self._introduces:
+        if action not in self._unrecorded:
             return entry
-        self._introduces.remove(action)
-        settings = self._sharded_with()
+        self._unrecorded.remove(action)
+        settings = self._describe_settings()
         return f"{entry}{WITH}{settings}" if settings else entry
 
     def scatter(self, buffer: Tensor, name: str) -> Scattered | None:
@@ -145,17 +150,17 @@ class Reduction:
         """
         factor = self.divide_factor
         divided = "" if factor is None or factor == self.groups.size else f"{DIVIDED}{float(factor)}"
-        entry = self.entry(REDUCED, name) + divided + self.without
-        if self.hook is None:
+        entry = self.entry(REDUCED, name) + divided + self.missing_suffix
+        if self.comm_hook is None:
             return self._start_sum(buffer, entry)
-        if self.hook in _LOW_PRECISION:
-            return self._start_sum(buffer.to(_LOW_PRECISION[self.hook]), entry)
+        if self.comm_hook in _LOW_PRECISION:
+            return self._start_sum(buffer.to(_LOW_PRECISION[self.comm_hook]), entry)
         self.note(entry, buffer.device)
         if self.groups.shard is None:
-            self.hook(self.hook_state, buffer)
+            self.comm_hook(self.comm_hook_state, buffer)
             return Scattered(buffer, entry, is_reduced=True)
         output = buffer.new_empty(buffer.numel() // self.groups.shard_size)
-        self.hook(self.hook_state, buffer, output)
+        self.comm_hook(self.comm_hook_state, buffer, output)
         return Scattered(output, entry, is_reduced=True)
 
     def finish(self, scattered: Scattered) -> Tensor:
@@ -168,9 +173,9 @@ class Reduction:
             return output
         if replicate is not None:
             self.groups.order_checkers[replicate].run(scattered.entry, all_reduce, replicate, [output])
-        if self.on_reduced is not None:
+        if self.all_reduce_hook is not None:
             early = self._divisor_before_hook(divisor, output.dtype)
-            self.on_reduced(output.div_(early))
+            self.all_reduce_hook(output.div_(early))
             divisor /= early
         if divisor != 1:
             output.div_(divisor)
@@ -186,14 +191,14 @@ class Reduction:
         divisor = float(groups.size) if self.divide_factor is None else self.divide_factor
         # Other dtypes have enough exponent range to divide after the sum.
         if buffer.dtype is torch.float16:
-            before = predivide_factor(divisor)
-            divisor /= before
-            if before > 1:
-                buffer.div_(before)
+            predivisor = predivide_factor(divisor)
+            divisor /= predivisor
+            if predivisor > 1:
+                buffer.div_(predivisor)
         output = buffer
         if groups.shard is not None:
-            group = self.scatters_over or groups.shard
-            averages = self.comm is not None and self._averages(buffer.dtype, group.size())
+            group = self.scatter_group or groups.shard
+            averages = self.custom_reduce_scatter is not None and self._averages(buffer.dtype, group.size())
             output = self._reduce_scatter(
                 buffer, group, entry, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
             )
@@ -206,27 +211,27 @@ class Reduction:
                 # An earlier backward may have reduced in a narrower dtype.
                 output = output.add_(total) if total.dtype is output.dtype else total + output
             if self.defers_all_reduce:
-                # The buffer is COMPUTE's memory, which is only valid until its own reduction ends.
+                # The buffer is reused once this reduction has ended (`Memory.keep_until_reduced`).
                 self.partial = PartialSum(output.clone() if output is buffer else output, self.numels)
                 return None
         return Scattered(output, entry, divisor)
 
     def _averages(self, dtype: torch.dtype, ranks: int) -> bool:
         """Return whether a user-defined reduce-scatter is called with ReduceOp.AVG, as torch calls it."""
-        return dtype in _DIVIDED and not self.sums_alone and self.divide_factor in (None, ranks)
+        return dtype in _AVERAGED_DTYPES and not self.forces_sums and self.divide_factor in (None, ranks)
 
     def _divisor_before_hook(self, divisor: float, dtype: torch.dtype) -> float:
         """Return the factor to divide by before the hook sees a sum. In some dtypes torch's hooks see the average."""
-        if dtype in _DIVIDED:
-            return 1.0 if self.sums_alone else divisor
+        if dtype in _AVERAGED_DTYPES:
+            return 1.0 if self.forces_sums else divisor
         return 1.0 if dtype is torch.float16 else predivide_factor(divisor)
 
     def _reduce_scatter(self, buffer: Tensor, group: dist.ProcessGroup, entry: str, op: object) -> Tensor:
         """Return the rank's shard of the sum of all buffers, or of their average if `op` is AVG."""
         numel = buffer.numel() // group.size()
-        if self.comm is not None:
-            shard = self.comm.allocate((numel,), dtype=buffer.dtype, device=buffer.device)
-            self.comm(output_tensor=shard, input_tensor=buffer, group=group, op=op)
+        if self.custom_reduce_scatter is not None:
+            shard = self.custom_reduce_scatter.allocate((numel,), dtype=buffer.dtype, device=buffer.device)
+            self.custom_reduce_scatter(output_tensor=shard, input_tensor=buffer, group=group, op=op)
             return shard
         shard = buffer.new_empty(numel)
 

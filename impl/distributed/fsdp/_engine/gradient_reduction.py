@@ -32,11 +32,11 @@ def reduce_gradients(unit: UnitParams[ParamGroup], group: ParamGroup, grads: lis
     dtype = group.compute_dtype if reduction.casts_itself else None
     if unit.is_in_full_precision():
         dtype = group.dtype
-    if reduction.comm is not None:
+    if reduction.custom_reduce_scatter is not None:
         # The user's reduce-scatter may allocate the same memory for every input.
         root.streams.wait(StreamRole.COMPUTE, root.streams.record(StreamRole.REDUCE))
     # A user's hook may keep its argument, and the buffer becomes `.grad` if nothing is sharded.
-    is_scratch = reduction.hook is None and group.groups.shard is not None
+    is_scratch = reduction.comm_hook is None and group.groups.shard is not None
     buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_scratch=is_scratch))
     grads.clear()  # frees their memory for the collective
     root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))

@@ -36,7 +36,7 @@ def check_no_custom_comm(call: str, groups: Sequence[DTensorGroup]) -> None:
     for group in groups:
         for comm_name, comm in (
             ("all gather", group.options.all_gather),
-            ("reduce scatter", group.reduction.comm),
+            ("reduce scatter", group.reduction.custom_reduce_scatter),
         ):
             if comm is not None:
                 raise AssertionError(
@@ -66,11 +66,11 @@ def use_separate_scatter_groups(module: nn.Module, groups: Sequence[DTensorGroup
     for group in groups:
         shard, reduction = group.groups.shard, group.reduction
         if not enable or shard is None:
-            reduction.scatters_over = None
+            reduction.scatter_group = None
             continue
         ranks = tuple(dist.get_process_group_ranks(shard))
         if ranks not in scatter_groups:
-            scatter_groups[ranks] = reduction.scatters_over or dist.new_group(
+            scatter_groups[ranks] = reduction.scatter_group or dist.new_group(
                 list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
             )
-        reduction.scatters_over = scatter_groups[ranks]
+        reduction.scatter_group = scatter_groups[ranks]

@@ -177,7 +177,7 @@ class DTensorGradients:
         self._record_reduced([param for param, _ in pairs])
         world = group.groups.shard_size
         numel = world * sum(param.padded_numel for param, _ in pairs)
-        custom = group.reduction.comm
+        custom = group.reduction.custom_reduce_scatter
         if custom is None:
             buffer, _ = new_buffer(numel, dtype, _whole_buffer)
         else:
@@ -282,7 +282,7 @@ class DTensorGradients:
             self._reduced_params = params
             came = set(params)
             missing = [param.name for param in self._group.params if param not in came]
-            self._group.reduction.without = WITHOUT + ", ".join(missing) if missing else ""
+            self._group.reduction.missing_suffix = WITHOUT + ", ".join(missing) if missing else ""
 
     def add(self, reduced: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Add a reduced shard. It is published at the end of the backward, or at once if parameters have hooks.

@@ -48,7 +48,7 @@ class FlatParamGroup(FlatParamHandle):
     ) -> None:
         super().__init__(managed, layout, groups.shard_rank, config, device)
         self.groups = groups
-        self.reduction = Reduction(groups, self._sharded_with)
+        self.reduction = Reduction(groups, self._describe_settings)
         self.gradients = GradientShard(self, config.precision.keep_low_precision_grads)
         self.registration = FlatRegistration(self)
         self.shard_casts = CastShards()
@@ -58,7 +58,7 @@ class FlatParamGroup(FlatParamHandle):
         self._unsharded: dict[torch.dtype, UnshardedBuffer] = {}
         self.refresh()
 
-    def _sharded_with(self) -> str:
+    def _describe_settings(self) -> str:
         return ", ".join(describe_dtypes(self))
 
     def precision_of(self, index: int) -> ParamPrecision:

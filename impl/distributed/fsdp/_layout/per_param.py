@@ -65,7 +65,7 @@ class DTensorGroup:
         self.offloads = offloads(offload_policy)
         self.pins = device.type != "cpu" and pins(offload_policy)
         self.syncs = True
-        self.reduction = Reduction(groups, self._sharded_with)
+        self.reduction = Reduction(groups, self._describe_settings)
         self.gradients = DTensorGradients(self)
         self.names = [param.name for param in params]
         self._registration = ParamRegistration(self.param_infos, as_parameters=True)
@@ -126,7 +126,7 @@ class DTensorGroup:
     def _grad_dtype_of(self, param: ShardedParam) -> torch.dtype | None:
         return accumulation_dtype(param.sharded, self.options.precision, self._dtype_of(param))
 
-    def _sharded_with(self) -> str:
+    def _describe_settings(self) -> str:
         dims = [f"{param.name} as Shard({param.dim})" for param in self.params if param.dim]
         return ", ".join([*describe_dtypes(self), *dims])
 
