@@ -410,7 +410,7 @@ class FSDPModule(_BaseForTypeCheckers):
         """
         check_same_mesh("set_custom_all_gather", "custom comm", self._state.groups)
         for group in self._state.groups:
-            group.options.all_gather = comm
+            group.options.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
         """Reduce with `comm(output_tensor=, input_tensor=, group=, op=)`, in memory of `comm.allocate`.

@@ -11,8 +11,8 @@ from torch import Tensor
 from impl.distributed.fsdp._engine.streams import StreamRole, Streams
 from impl.distributed.fsdp._params.param_group import ViewsOf
 
-# The unit that computes, and the one that is gathered in the meantime.
-_UNSHARDED_AT_ONCE = 2
+# The unit that computes, and the one that is gathered in the meantime. The same of buffers: reduced, and filled.
+_UNSHARDED_AT_ONCE = _REDUCED_AT_ONCE = 2
 
 
 class Unshardable(Protocol):
@@ -37,11 +37,12 @@ class Memory:
         self._device = device
         self._limits_gathers = limits_gathers
         self._is_idle = is_idle
-        # Units whose memory is not freed yet, with the events of their last uses.
+        # Resharded units whose memory is not freed yet, with the events of their last uses.
         self._resharded: dict[Unshardable, list[torch.Event | None]] = {}
-        self._buffers: dict[torch.dtype, Tensor] = {}
-        self._views: dict[tuple[ViewsOf, torch.dtype], list[Tensor]] = {}
-        # Buffers with the ends of their reductions, and the streams whose memory they are.
+        # On the CPU, the buffer of each dtype that all groups share, and each group's views of it.
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._scratch_views: dict[tuple[ViewsOf, torch.dtype], list[Tensor]] = {}
+        # Buffers with the ends of their reductions, and the streams that allocated them.
         self._being_reduced: list[tuple[Tensor, torch.Event | None, torch.Stream | None]] = []
         self._being_all_reduced: list[Tensor] = []
 
@@ -88,28 +89,28 @@ class Memory:
         if self.streams.is_async or not is_scratch:
             buffer = torch.empty(numel, dtype=dtype, device=self._device)
             return buffer, views_of(buffer)
-        longest = self._buffers.get(dtype)
+        longest = self._scratch.get(dtype)
         if longest is None or longest.numel() < numel:
-            longest = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
-            self._views.clear()
+            longest = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
+            self._scratch_views.clear()
         longest.untyped_storage().resize_(longest.nbytes)
         buffer = longest[:numel]
-        views = self._views.get((views_of, dtype))
+        views = self._scratch_views.get((views_of, dtype))
         if views is None:
-            views = self._views[views_of, dtype] = views_of(buffer)
+            views = self._scratch_views[views_of, dtype] = views_of(buffer)
         return buffer, views
 
     def keep_until_reduced(self, buffer: Tensor) -> None:
-        """Keep a buffer that REDUCE reads until its own stream, which will reuse its memory, has waited for REDUCE.
+        """Keep a buffer that REDUCE reads until the current stream, which allocated it, has waited for REDUCE.
 
-        This is COMPUTE now, but the user may have changed the current stream later. On one stream the buffer has been
-        read, and the shared memory is freed.
+        torch's allocator lets that stream reuse freed memory at once. The stream is remembered, because the user may
+        make another one current meanwhile. On the CPU the buffer has been read, and the shared memory is freed.
         """
         if not self.streams.is_async:
-            for shared in self._buffers.values():
+            for shared in self._scratch.values():
                 shared.untyped_storage().resize_(0)
             return
-        while len(self._being_reduced) >= _UNSHARDED_AT_ONCE:
+        while len(self._being_reduced) >= _REDUCED_AT_ONCE:
             _, event, owner = self._being_reduced.pop(0)
             self.streams.wait_in(owner, event)
         event, owner = self.streams.record(StreamRole.REDUCE), self.streams.current()

@@ -28,12 +28,12 @@ _had_gradients: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
 
 
 def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callable[[], bool]) -> None:
-    """Make every optimizer step increment the version counters of the parameters it writes to, and of DTensors.
+    """Make optimizer steps increment the version counters of these parameters, and of DTensors, if they write to them.
 
-    DTensors are not recorded, because even a weak reference to a DTensor keeps its module from being moved.
+    DTensors are not listed here. `Module.to` swaps them, which torch refuses if a weak reference to one exists.
 
     Args:
-        parameters: the parameters to track.
+        parameters: flat parameters, or views of them.
         have_gradients: a method, referenced weakly. It returns whether any rank has gradients of these parameters.
     """
     _hook_steps()
@@ -45,7 +45,7 @@ def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callabl
 
 @functools.cache
 def _hook_steps() -> None:
-    # Compiled steps increment the counters.
+    # Called by eager steps only. Compiled steps increment the counters themselves.
     register_step_check(_before_step)
     register_after_step(_after_step)
 

@@ -117,8 +117,8 @@ class _SummonedHandle:
         self._grad_shard: Tensor | None = None
         self._was_computed_with = False
         self._has_unsharded_grads = False
-        # Summoned parameters, while the modules have views for a forward.
-        self._aside: dict[int, Tensor | None] | None = None
+        # Summoned parameters, while the modules have unsharded views instead, for a forward.
+        self._shown_aside: dict[int, Tensor | None] | None = None
         # Versions of the summoned parameters at the last use by a forward.
         self._versions: list[_Version] = []
         self._first_versions: list[_Version] = []
@@ -166,25 +166,25 @@ class _SummonedHandle:
 
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
         handle = self._handle
-        if self._aside is None:
-            self._take_in()
-            self._aside = dict(handle.registration.registered())
+        if self._shown_aside is None:
+            self._apply_user_changes()
+            self._shown_aside = dict(handle.registration.registered())
             if not handle.use_orig_params:
                 handle.registration.restore_flat_param()
             unsharded = handle.unsharded(dtype)
             if unsharded.flat.data_ptr() != self._shown_buffer.data_ptr():
                 unsharded.allocate()
                 unsharded.flat.copy_(self._shown_buffer)
-            unsharded.fill_from(handle.versions)
+            unsharded.record_filled(handle.versions)
         self._was_computed_with = True
         return handle.use_unsharded_views(dtype)
 
     def show_kept(self) -> None:
-        if self._aside is None:
+        if self._shown_aside is None:
             return
         self._handle.use_sharded_views()
-        shown = [cast("Tensor", self._aside[index]) for index in range(len(self._aside))]
-        self._aside = None
+        shown = [cast("Tensor", self._shown_aside[index]) for index in range(len(self._shown_aside))]
+        self._shown_aside = None
         self._handle.registration.register_again(shown)
 
     def end(self) -> None:
@@ -193,7 +193,7 @@ class _SummonedHandle:
         handle = self._handle
         keeps = self._options.writeback or not handle.is_sharded
         if keeps:
-            self._take_in()
+            self._apply_user_changes()
             self._write_back()
         elif not self._was_computed_with:
             # No graph contains the discarded values.
@@ -249,7 +249,7 @@ class _SummonedHandle:
         ]
 
     @torch.no_grad()
-    def _take_in(self) -> None:
+    def _apply_user_changes(self) -> None:
         """Copy assigned tensors into the buffer, and count writes to summoned parameters as writes to the shard.
 
         With `use_orig_params` a write counts for that parameter only.

@@ -35,7 +35,7 @@ def check_all_sharded(call: str, module: nn.Module, groups: Sequence[DTensorGrou
 def check_no_custom_comm(call: str, groups: Sequence[DTensorGroup]) -> None:
     for group in groups:
         for comm_name, comm in (
-            ("all gather", group.options.all_gather),
+            ("all gather", group.options.custom_all_gather),
             ("reduce scatter", group.reduction.custom_reduce_scatter),
         ):
             if comm is not None:

@@ -109,11 +109,11 @@ class FlatParamGroup(FlatParamHandle):
     def refresh(self) -> None:
         """Update addresses and views after the shard was created, moved or cast."""
         self.pin()
-        if self.flat_param.data_ptr() != self._address or self.flat_param.is_meta:
+        if self.flat_param.data_ptr() != self._shard_address or self.flat_param.is_meta:
             for unsharded in self._unsharded.values():
                 unsharded.is_invalidated = True
             self._unsharded.clear()
-        self._address, self._known_dtype = self.flat_param.data_ptr(), self.dtype
+        self._shard_address, self._known_dtype = self.flat_param.data_ptr(), self.dtype
         if self.use_orig_params:
             self.point_params_into_shard()
             self.registration.sharded_views = [*self.parameters]
@@ -168,7 +168,7 @@ class FlatParamGroup(FlatParamHandle):
         if self.dtype is not self._known_dtype:
             self.refresh()
             return
-        self._address = self.flat_param.data_ptr()
+        self._shard_address = self.flat_param.data_ptr()
         for unsharded in self._unsharded.values():
             if unsharded.aliases_shard:
                 unsharded.alias(self.flat_param.data)
@@ -208,7 +208,7 @@ class FlatParamGroup(FlatParamHandle):
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
         unsharded = self.unsharded(dtype)
         if unsharded.aliases_shard:
-            unsharded.fill_from(self.versions)
+            unsharded.record_filled(self.versions)
         unsharded.set_requires_grad([p.requires_grad for p in self.stepped])
         self.registration.use_unsharded_views(unsharded)
         return unsharded
@@ -218,6 +218,7 @@ class FlatParamGroup(FlatParamHandle):
         self.registration.use_sharded_views()
 
     def show_kept(self) -> None:
+        """Register the sharded views, because users see the shards between a forward and its backward."""
         self.use_sharded_views()
 
     def swap_unsharded(
@@ -267,7 +268,7 @@ class FlatParamGroup(FlatParamHandle):
         unsharded.allocate()
         if unsharded.aliases_shard:
             return None
-        written = unsharded.fill_from(self.versions)
+        written = unsharded.record_filled(self.versions)
         cast = self._current_cast(unsharded.flat.dtype) if reads_casts else None
         shard = self.flat_param.data if cast is None else cast
         if self.pins and shard.dtype is not unsharded.flat.dtype:

@@ -108,10 +108,11 @@ class UnshardedBuffer:
     def is_filled_from(self, versions: list[int]) -> bool:
         return self._filled_from == versions
 
-    def fill_from(self, versions: list[int]) -> list[int]:
-        """Record that the elements come from a shard with these versions. Return the indices of changed views.
+    def record_filled(self, versions: list[int]) -> list[int]:
+        """Record that a shard with these versions fills the buffer. Return the indices of changed views.
 
-        Graphs of earlier values see a change in place, and autocast casts the changed values again.
+        Gathers write without autograd's knowledge. So increment the versions of changed views here, and a backward
+        through a graph of earlier values raises. Autocast casts the changed values again.
         """
         before, self._filled_from = self._filled_from, versions
         if before == versions:

@@ -24,8 +24,8 @@ def run_hooks_before_reduction(
 
     Hooks that parameters had before get their own gradients. Those of the flat parameter get one tensor.
     """
-    if any(handle.earlier_hooks):
-        triples = zip(handle.param_infos, handle.earlier_hooks, grads, strict=True)
+    if any(handle.replaced_hooks):
+        triples = zip(handle.param_infos, handle.replaced_hooks, grads, strict=True)
         grads = [
             info.local_part(apply_gradient_hooks(hooks, info.wrap_local(grad), info.name))
             if grad is not None and hooks

@@ -48,12 +48,12 @@ class FlatParamHandle:
         self._policy_compute_dtype = config.precision.param_dtype
         self._policy_reduce_dtype = config.precision.reduce_dtype or self._policy_compute_dtype
         self.pieces: list[Piece | None] = [layout.piece(slot, rank) for slot in layout.slots]
-        self._sizes, self._numbers = split_sizes(self.pieces, layout.shard_numel)
+        self._section_sizes, self._section_of_piece = split_sizes(self.pieces, layout.shard_numel)
         params = [param.parameter for param in managed]
         # The user's own parameters, which become views of the shard.
         self.parameters = params if self.use_orig_params else []
-        # Otherwise their gradient hooks. Only the dictionaries are kept, because the parameters are to be freed.
-        self.earlier_hooks = [] if self.use_orig_params else [param._backward_hooks for param in params]
+        # Gradient hooks of the parameters that `flat_param` replaces, which are not kept themselves.
+        self.replaced_hooks = [] if self.use_orig_params else [param._backward_hooks for param in params]
         for param in managed:
             if not self.use_orig_params or param.parameter is not param.original:
                 note_replaced(param.original, param.info.name, self)
@@ -62,9 +62,9 @@ class FlatParamHandle:
         requires_grad = any(p.requires_grad for p in params)
         self.flat_param = FlatParameter(shard.to("cpu") if self.offloads else shard, requires_grad)
         self.flat_param._fqns = tuple(info.name for info in self.param_infos)
-        # Addresses and dtype at the last refresh, to notice changes by the user.
-        self._address = 0
-        self._addresses: list[int] = []
+        # Addresses and dtype as last set here. If the current ones differ, the user has changed them.
+        self._shard_address = 0
+        self._param_addresses: list[int] = []
         self._known_dtype = self.dtype
 
     @property
@@ -118,8 +118,8 @@ class FlatParamHandle:
         """Split a tensor that is laid out like the shard into each parameter's piece, None if this rank has none."""
         if not self.is_sharded:
             return [*self.views_of(flat_shard)]
-        pieces = flat_shard.split_with_sizes(self._sizes)
-        return [None if number is None else pieces[number] for number in self._numbers]
+        sections = flat_shard.split_with_sizes(self._section_sizes)
+        return [None if index is None else sections[index] for index in self._section_of_piece]
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
         """Return tensors with the parameters' shapes over a buffer of all elements.
@@ -157,11 +157,11 @@ class FlatParamHandle:
         views = [nothing if piece is None else piece for piece in self.pieces_of(shard)]
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
-        self._addresses = [_address_of(view) for view in views]
+        self._param_addresses = [_address_of(view) for view in views]
 
     def has_moved(self) -> bool:
         """Return whether the user gave other memory to the shard or to a parameter."""
-        return self.flat_param.data_ptr() != self._address or self._addresses != [
+        return self.flat_param.data_ptr() != self._shard_address or self._param_addresses != [
             _address_of(p) for p in self.parameters
         ]
 

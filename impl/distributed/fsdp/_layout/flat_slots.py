@@ -109,19 +109,19 @@ def layout_of(
 
 
 def split_sizes(pieces: Sequence[Piece | None], shard_numel: int) -> tuple[list[int], list[int | None]]:
-    """Return the sizes of a shard's consecutive sections, and for each piece the index of its section."""
+    """Return the sizes of a shard's sections (pieces and gaps), and for each piece the index of its section."""
     sizes: list[int] = []
-    numbers: list[int | None] = []
+    section_of_piece: list[int | None] = []
     end = 0
     for piece in pieces:
         if piece is None:
-            numbers.append(None)
+            section_of_piece.append(None)
             continue
         if piece.offset > end:
             sizes.append(piece.offset - end)
-        numbers.append(len(sizes))
+        section_of_piece.append(len(sizes))
         sizes.append(piece.numel)
         end = piece.offset + piece.numel
     if shard_numel > end:
         sizes.append(shard_numel - end)
-    return sizes, numbers
+    return sizes, section_of_piece

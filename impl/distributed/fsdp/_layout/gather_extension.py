@@ -45,7 +45,7 @@ class GatherExtension:
         # The stride of the parameter itself may differ if a size is 1.
         self._stride = torch.empty(param.shape, device="meta").stride()
         self._metadata: Any = None
-        self._sizes: Sequence[torch.Size] = ()  # shapes of the gathered tensors
+        self._gathered_shapes: Sequence[torch.Size] = ()
         self._inner: Sequence[Tensor] = ()  # tensors that own the memory of the unsharded parameter
         self._unsharded: nn.Parameter | None = None
         self.outputs: list[Tensor] = []  # [W * n] for each tensor that is gathered
@@ -73,7 +73,7 @@ class GatherExtension:
                 "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size "
                 f"{torch.Size(param.padded_shape)} but got {[tensor.size() for tensor in inputs]}"
             )
-        self._sizes = [tensor.size() for tensor in inputs]
+        self._gathered_shapes = [tensor.size() for tensor in inputs]
         if not self.outputs:
             self.outputs = [
                 torch.empty(param.world * tensor.numel(), dtype=tensor.dtype, device=self._device)
@@ -100,7 +100,8 @@ class GatherExtension:
         after = getattr(self._param.local, _AFTER)
         # `data` has a version of its own, because a graph may contain the gathered tensors and not the parameter.
         gathered = tuple(
-            output.data.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True)
+            output.data.view(-1, *size[1:])
+            for output, size in zip(self.outputs, self._gathered_shapes, strict=True)
         )
         if self._unsharded is None:
             tensor, self._inner = after(gathered, self._metadata, dtype)

@@ -20,4 +20,4 @@ class GroupOptions:
     reduces_unused: bool = False  # zeros replace missing gradients
     # The user's policy, which tensors with an all-gather extension may take.
     policy: MixedPrecisionPolicy | None = None
-    all_gather: Any = None  # user-defined all-gather: `allocate`, and a call
+    custom_all_gather: Any = None

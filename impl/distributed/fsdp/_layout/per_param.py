@@ -46,7 +46,7 @@ class DTensorGroup:
         backward_mesh: a mesh of two dimensions if fewer ranks gather for a backward: those of the second dimension.
     """
 
-    # DTensors name their mesh, and a module that is moved must own its parameters.
+    # DTensors have their mesh, and `Module.to` swaps them, which torch refuses if a weak reference to one exists.
     is_tracked = False
 
     def __init__(  # noqa: PLR0913  called once
@@ -69,7 +69,7 @@ class DTensorGroup:
         self.gradients = DTensorGradients(self)
         self.names = [param.name for param in params]
         self._registration = ParamRegistration(self.param_infos, as_parameters=True)
-        self._extends = [has_extension(param) for param in params]
+        self._have_extensions = [has_extension(param) for param in params]
         self.unsharded_params: UnshardedParams | None = None
         self.shard_casts = CastShards()
         self._backward_mesh = backward_mesh
@@ -78,7 +78,7 @@ class DTensorGroup:
         self._post_forward_params: list[nn.Parameter] = []
         self._substitutes: dict[int, Substitute] = {}  # parameter index -> tensor
         self.masters = Masters(self.params, options.precision.master_dtype)
-        self._checked = -1  # index of the parameter
+        self._checked_index = -1  # parameter whose `.data` was checked last
         self.uses_unsharded_views = False
         self.pin()
         self.use_sharded_views()
@@ -173,11 +173,11 @@ class DTensorGroup:
         # The check takes 0.4 µs, so each gather for a forward looks at one parameter, in turn.
         if runs_backward():
             return
-        self._checked = (self._checked + 1) % len(self.params)
-        if not self.params[self._checked].take_assigned_data():
+        self._checked_index = (self._checked_index + 1) % len(self.params)
+        if not self.params[self._checked_index].take_assigned_data():
             return
         others = [param for param in self.params if param.take_assigned_data()]
-        names = [param.name for param in (self.params[self._checked], *others)]
+        names = [param.name for param in (self.params[self._checked_index], *others)]
         warn_user(
             f"the .data of {describe_names(names)} was assigned, which does not change the values of a DTensor; use "
             "parameter.copy_(value) under torch.no_grad()"
@@ -289,7 +289,7 @@ class DTensorGroup:
                     self.gradients.set_unreduced_aside()
                 extensions = [
                     GatherExtension(param, self.device, self.options.policy) if extends else None
-                    for param, extends in zip(self.params, self._extends, strict=True)
+                    for param, extends in zip(self.params, self._have_extensions, strict=True)
                 ]
                 grad_dtypes = [self._grad_dtype_of(param) for param in self.params]
                 unsharded = self.unsharded_params = UnshardedParams(
@@ -299,7 +299,7 @@ class DTensorGroup:
 
     def cast_shards(self, params: Collection[int]) -> dict[int, Tensor]:
         # The user's extensions get the shards themselves.
-        if not self.offloads or any(self._extends):
+        if not self.offloads or any(self._have_extensions):
             return {}
         casts: dict[int, Tensor] = {}
         for index, param in enumerate(self.params):
@@ -340,7 +340,7 @@ class DTensorGroup:
             unsharded.complete()
             return None
         request = self._pack(over, inputs, unsharded)._replace(written=written)
-        custom = self.options.all_gather
+        custom = self.options.custom_all_gather
         if custom is None:
             return request
         custom(output_tensor=request.output, input_tensor=request.shard, group=over, async_op=False)
@@ -351,7 +351,7 @@ class DTensorGroup:
         self, over: dist.ProcessGroup, inputs: Sequence[Tensor], unsharded: UnshardedParams
     ) -> AllGatherRequest:
         packing = unsharded.packing(over.size())
-        custom = self.options.all_gather
+        custom = self.options.custom_all_gather
         if packing.is_bytes:  # a piece may begin inside an element
             pairs = zip(inputs, unsharded.runs, strict=True)
             inputs = [shard.to(run.dtype).reshape(-1).view(torch.uint8) for shard, (_, run) in pairs]
@@ -383,7 +383,7 @@ class DTensorGroup:
         unsharded, ranks = self.unsharded_params, request.over.size()
         assert unsharded is not None
         if not request.rows:
-            unsharded.take(request.output, ranks, is_split=request.over is self.groups.backward)
+            unsharded.fill_rows(request.output, ranks, is_split=request.over is self.groups.backward)
             unsharded.packing(ranks).free()
         unsharded.complete()
 
@@ -443,7 +443,7 @@ class DTensorGroup:
         unsharded, fewer = self.unsharded_params, self.groups.backward
         reshards_to_fewer = type(self.options.reshards_after_forward) is int
         # The tensor of an extension cannot be split.
-        if not reshards_to_fewer or fewer is None or unsharded is None or any(self._extends):
+        if not reshards_to_fewer or fewer is None or unsharded is None or any(self._have_extensions):
             return []
         return [param.post_forward_shard(run, fewer.rank(), fewer.size()) for param, run in unsharded.runs]
 

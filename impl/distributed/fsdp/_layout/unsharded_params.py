@@ -1,6 +1,7 @@
 """Unsharded parameters of a group of DTensors: one storage that is freed and allocated again, and gathers into it.
 
-W = ranks that the group is sharded over, n = elements of a rank's shard of one parameter, padding included.
+W = ranks that the group is sharded over, n = elements of a rank's shard of one parameter, padding included. A *run* is
+the memory [W * n] that gathers fill for one parameter, or for one of several tensors of an all-gather extension.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Packing:
 
 
 class UnshardedParams:
-    """Unsharded parameters of a group. Each run that is gathered becomes one parameter, unless it has an extension.
+    """Unsharded parameters of a group. They share the memory of the runs, except those of extensions.
 
     Args:
         params: sharded parameters, in order.
@@ -126,7 +127,7 @@ class UnshardedParams:
         # Last common settings of the sharded and the unsharded parameters.
         self._requires_grads = [param.sharded.requires_grad for param in params]
         self._packings: dict[int, Packing] = {}
-        # Parameters that are sharded by columns: gathered memory, and the run to copy it to.
+        # Parameters that are sharded in another than the first dimension: gathered memory, and the run to copy it to.
         self._columns: list[tuple[ShardedParam, Tensor, Tensor]] = []
         self._filled_from = ShardVersions([], [])
         self._is_trainable: list[bool] = []
@@ -134,7 +135,7 @@ class UnshardedParams:
         self.has_frozen = False
         self.grad_dtypes: list[torch.dtype | None] = []
         self._view_grad_dtypes: list[torch.dtype | None] = []  # dtypes in which autograd leaves gradients
-        # The gradients are added to others, so tensor parallelism sums them in the dtype of the sum.
+        # The gradients will be added to others. So tensor parallelism sums them in the dtype of that sum.
         self.accumulates = False
         self._wider_grads: list[int] = []  # views whose gradients are wider than they are
         self.use_grad_dtypes(grad_dtypes)
@@ -214,7 +215,7 @@ class UnshardedParams:
                 self._columns.append((param, shards, run))
         return rows
 
-    def take(self, gathered: Tensor, ranks: int, *, is_split: bool) -> None:
+    def fill_rows(self, gathered: Tensor, ranks: int, *, is_split: bool) -> None:
         """Fill the rows from the gathered ranks' inputs, which are concatenated."""
         rows = self.rows(ranks, is_split=is_split)
         torch.split_with_sizes_copy(gathered.view(ranks, -1), self.packing(ranks).sizes, dim=1, out=rows)
@@ -273,9 +274,10 @@ class UnshardedParams:
         self.has_frozen = not all(now)
 
     def record_filled(self) -> list[int]:
-        """Record that the parameters have the shards' current values. Return the indices of changed parameters.
+        """Record that a gather fills the parameters with the shards' current values. Return the indices of changes.
 
-        Graphs of earlier values see a change in place.
+        Gathers write without autograd's knowledge. So increment the versions of changed parameters here, and a backward
+        through a graph of earlier values raises.
         """
         before, self._filled_from = self._filled_from, versions_of(self._params)
         written = self._filled_from.changed_since(before)
