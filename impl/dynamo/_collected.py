@@ -24,7 +24,7 @@ class NotConcrete(Exception):
 
 
 class Arguments:
-    """Real arguments of a call: constants, the groups themselves, and an empty list for each empty list."""
+    """Real arguments for an untraced `_init_group`: groups by Dynamo's source, constants, and new lists to fill."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Arguments:
         args: Sequence[VariableTracker],
         kwargs: Mapping[str, VariableTracker],
     ) -> None:
-        self._groups = groups
+        self._group_by_source = groups
         self._lists: dict[int, tuple[ListVariable, list[Any]]] = {}
-        self.groups: list[dict[str, Any]] = []
+        self.groups: list[dict[str, Any]] = []  # groups among the arguments
         self.args = [self._real(arg) for arg in args]
         self.kwargs = {name: self._real(arg) for name, arg in kwargs.items()}
 
@@ -49,8 +49,8 @@ class Arguments:
             if arg.items:  # possibly tensors of the graph, or more in every call
                 raise NotConcrete
             return self._lists.setdefault(id(arg), (arg, []))[1]
-        if arg.source is not None and arg.source in self._groups:
-            self.groups.append(self._groups[arg.source])
+        if arg.source is not None and arg.source in self._group_by_source:
+            self.groups.append(self._group_by_source[arg.source])
             return self.groups[-1]
         if arg.is_python_constant():
             return arg.as_python_constant()

@@ -28,6 +28,7 @@ INTERFACE = 7
 NARROW_STATES = torch.bfloat16
 
 _States = Sequence[list[Tensor]]
+_Keywords = dict[str, Any]
 
 
 class RuleKernels(NamedTuple):
@@ -65,15 +66,15 @@ class Rule:
 
     @staticmethod
     def operator(
-        params: list[Tensor], grads: list[Tensor], states: _States, steps: list[Tensor], more: dict[str, Any]
+        params: list[Tensor], grads: list[Tensor], states: _States, steps: list[Tensor], keywords: _Keywords
     ) -> None:
         """Call torch's fused operator.
 
         Args:
             states: one list for each of `STATES`, or an empty one.
-            more: the settings, `grad_scale`, which gradients are divided by in place, and `found_inf`. These two are
-                f32, one element, on that device, or None. If `found_inf` is 1.0, nothing is changed. The dict may be
-                modified.
+            keywords: the settings, `grad_scale`, which gradients are divided by in place, and `found_inf`. These two
+                are f32, one element, on that device, or None. If `found_inf` is 1.0, nothing is changed. The dict may
+                be modified.
         """
         raise NotImplementedError
 
@@ -88,13 +89,13 @@ class Rule:
     ) -> None:
         """Update lists on one device, of one dtype except narrow states. `steps` already count this update."""
         all_states = [[*state] for state in states] + [[] for _ in self.STATES[len(states) :]]
-        more = {"grad_scale": divisor, "found_inf": found_inf, **vars(self)}
+        keywords = {"grad_scale": divisor, "found_inf": found_inf, **vars(self)}
         if not states or states[0][0].dtype is params[0].dtype:
-            self.operator([*params], [*grads], all_states, [*steps], more)
+            self.operator([*params], [*grads], all_states, [*steps], keywords)
             return
         # torch's operators take narrow states on CUDA only, from torch 2.15 on.
         wide = [[tensor.to(params[0].dtype) for tensor in state] for state in all_states]
-        self.operator([*params], [*grads], wide, [*steps], more)
+        self.operator([*params], [*grads], wide, [*steps], keywords)
         for state, new in zip(states, wide, strict=False):
             torch._foreach_copy_([*state], new)
 
@@ -139,10 +140,10 @@ class AdamRule(Rule):
 
     @staticmethod
     def operator(
-        params: list[Tensor], grads: list[Tensor], states: _States, steps: list[Tensor], more: dict[str, Any]
+        params: list[Tensor], grads: list[Tensor], states: _States, steps: list[Tensor], keywords: _Keywords
     ) -> None:
-        update: Any = torch._fused_adamw_ if more.pop("decoupled") else torch._fused_adam_
-        update(params, grads, *states, steps, **more)
+        update: Any = torch._fused_adamw_ if keywords.pop("decoupled") else torch._fused_adam_
+        update(params, grads, *states, steps, **keywords)
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,9 @@ class SGDRule(Rule):
 
     @staticmethod
     def operator(
-        params: list[Tensor], grads: list[Tensor], states: _States, steps: list[Tensor], more: dict[str, Any]
+        params: list[Tensor], grads: list[Tensor], states: _States, steps: list[Tensor], keywords: _Keywords
     ) -> None:
-        torch._fused_sgd_(params, grads, states[0], **more)
+        torch._fused_sgd_(params, grads, states[0], **keywords)
 
     def apply_(  # noqa: PLR0913  as above
         self,
@@ -249,9 +250,9 @@ class AdagradRule(Rule):
 
     @staticmethod
     def operator(
-        params: list[Tensor], grads: list[Tensor], states: _States, steps: list[Tensor], more: dict[str, Any]
+        params: list[Tensor], grads: list[Tensor], states: _States, steps: list[Tensor], keywords: _Keywords
     ) -> None:
-        torch._fused_adagrad_(params, grads, states[0], steps, **more)
+        torch._fused_adagrad_(params, grads, states[0], steps, **keywords)
 
 
 RULES: tuple[type[Rule], ...] = (AdamRule, SGDRule, AdagradRule)

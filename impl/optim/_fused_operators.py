@@ -22,9 +22,10 @@ def rule_for(optimizer: Optimizer, group: dict[str, Any], lists: list[list[Any]]
     """Return the rule whose fused operator updates this group, or None if torch's own function must do it.
 
     Args:
-        lists: the lists of the group, or the local tensors of DTensors in them.
+        lists: the lists that `_init_group` filled, or the local tensors of DTensors in them.
     """
-    if not group.get("fused") or group["foreach"] or _has_tensors_for_numbers(group):
+    # torch's own function raises if `foreach` is set too, and moves a learning rate that is a tensor to each device.
+    if not group.get("fused") or group["foreach"] or _has_tensor_hyperparameters(group):
         return None
     if not all(map(_is_plain, chain.from_iterable(lists))):
         return None
@@ -44,16 +45,16 @@ def step_bucket(  # noqa: PLR0913  a bucket, its update, and the numbers of a st
     is_sharded: bool = False,
 ) -> None:
     """Advance the counters and update, unless `found_inf` is 1. If the bucket is sharded, update local tensors."""
-    more = rule.settings_of(group)
-    more["grad_scale"] = None if grad_scale is None else to_device(grad_scale, bucket.device)
-    more["found_inf"] = None if found_inf is None else to_device(found_inf, bucket.device)
+    keywords = rule.settings_of(group)
+    keywords["grad_scale"] = None if grad_scale is None else to_device(grad_scale, bucket.device)
+    keywords["found_inf"] = None if found_inf is None else to_device(found_inf, bucket.device)
     bucket.counters.advance()
     params, grads, *states = (bucket.params, bucket.grads, *map(bucket.__getitem__, rule.STATES))
     if is_sharded:
         params, grads, *states = map(local_parts, (params, grads, *states))
-    rule.operator(params, grads, states, bucket.counters.steps, more)
-    if more["found_inf"] is not None:
-        bucket.counters.undo_advance(more["found_inf"])
+    rule.operator(params, grads, states, bucket.counters.steps, keywords)
+    if keywords["found_inf"] is not None:
+        bucket.counters.undo_advance(keywords["found_inf"])
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -62,10 +63,11 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_complex()
 
 
-def _has_tensors_for_numbers(group: dict[str, Any]) -> bool:
-    return any(_is_on_device(value) for name, value in group.items() if name != "params")
+def _has_tensor_hyperparameters(group: dict[str, Any]) -> bool:
+    return any(_contains_tensor(value) for name, value in group.items() if name != "params")
 
 
-def _is_on_device(value: object) -> bool:
-    """Return whether a hyperparameter is a tensor, or contains one."""
-    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_is_on_device, value)))
+def _contains_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, (tuple, list)) and any(map(_contains_tensor, value))
+    )

@@ -43,7 +43,7 @@ from impl.optim._shards import is_distributed, local_part, local_parts
 from impl.optim._step_checks import call_between_hooks, has_step_pre_hooks
 from impl.optim._updates_ahead import UpdatesAhead
 
-_TORCHS = str(Path(torch.optim.__file__).parent)
+_TORCH_OPTIM_FOLDER = str(Path(torch.optim.__file__).parent)
 
 
 _RULE_OF: dict[type[Optimizer], type[Rule]] = {cls: rule for rule in RULES for cls in rule.OPTIMIZERS}
@@ -260,7 +260,7 @@ def _steps_as_torch(optimizer: Optimizer) -> bool:
     step: Any = optimizer.step
     while step is not None:
         code = getattr(step, "__code__", None)
-        if code is None or not code.co_filename.startswith(_TORCHS):
+        if code is None or not code.co_filename.startswith(_TORCH_OPTIM_FOLDER):
             return False
         step = getattr(step, "__wrapped__", None)
     return True

@@ -27,7 +27,7 @@ from impl.optim._fused_operators import step_bucket
 from impl.optim._graphs import Graph, capture_graph, graphs_for
 from impl.optim._list_cache import Bucket
 
-_WORTH = 8  # number of replays that pay for a capture
+_WORTHWHILE_REPLAYS = 8  # fewest replays that pay for a capture
 # Dtypes that compute in float32, in which the device reads the learning rate.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,25 +38,25 @@ class ReplayConditions(NamedTuple):
     device: str
     has_graphs: bool  # whether the device supports graphs
     dtype: torch.dtype
-    is_together: bool  # whether every tensor is on that device
+    is_on_one_device: bool  # whether every tensor is on that device
     is_inference: bool
     is_watched: bool  # whether a TorchDispatchMode is active
     is_capturing: bool  # whether the user captures the whole step
 
 
-def reason_for_eager(facts: ReplayConditions) -> str | None:
+def reason_for_eager(conditions: ReplayConditions) -> str | None:
     """Return the first reason against a replay, or None."""
-    if not facts.has_graphs:
-        return f"its parameters are on {facts.device}, for which this torch has no graphs"
-    if facts.dtype not in _DTYPES:
-        return f"a graph reads the learning rate in float32, too coarse for parameters of {facts.dtype}"
-    if not facts.is_together:
-        return f"a state or gradient of its parameters is not on {facts.device}"
-    if facts.is_inference:
+    if not conditions.has_graphs:
+        return f"its parameters are on {conditions.device}, for which this torch has no graphs"
+    if conditions.dtype not in _DTYPES:
+        return f"a graph reads the learning rate in float32, too coarse for parameters of {conditions.dtype}"
+    if not conditions.is_on_one_device:
+        return f"a state or gradient of its parameters is not on {conditions.device}"
+    if conditions.is_inference:
         return "inference mode is on"
-    if facts.is_watched:
+    if conditions.is_watched:
         return "a TorchDispatchMode is active, which would not see what a graph does"
-    if facts.is_capturing:
+    if conditions.is_capturing:
         return "the user is capturing the step in another graph"
     return None
 
@@ -98,7 +98,7 @@ class Backoff:
 
     def has_changed(self) -> None:
         if self.replays is not None:
-            self.patience = 1 if self.replays >= _WORTH else 2 * self.patience
+            self.patience = 1 if self.replays >= _WORTHWHILE_REPLAYS else 2 * self.patience
             self.replays = None
 
 
@@ -116,10 +116,10 @@ class GraphedUpdate:
 
     def __init__(self, rule: type[Rule], bucket: Bucket, optimizer: Optimizer, backoff: Backoff) -> None:
         self._rule, self._bucket, self._backoff = rule, bucket, backoff
-        self._names = [name for name in optimizer.defaults if name != "lr"]
+        self._setting_names = [name for name in optimizer.defaults if name != "lr"]
         self._graphs = graphs_for(bucket.device)
-        self._is_together = all(tensor.device == bucket.device for tensor in bucket.tensors())
-        self._fixed: _GraphConstants | None = None
+        self._is_on_one_device = all(tensor.device == bucket.device for tensor in bucket.tensors())
+        self._constants: _GraphConstants | None = None
         self._settings: GraphedSettings | None = None
         self._guards: TensorGuards | None = None  # set together with the graph
         self._graph: Graph | None = None
@@ -128,18 +128,18 @@ class GraphedUpdate:
         self._reason_for_eager: str | None = None
 
     def step(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        self._reason_for_eager = reason_for_eager(self._facts())
+        self._reason_for_eager = reason_for_eager(self._conditions())
         if self._reason_for_eager is not None:
             step_bucket(self._rule, self._bucket, group, grad_scale, found_inf)
             return
-        # Join them before a capture, because it changes their addresses.
+        # Before a capture, because packing changes the counters' addresses.
         self._bucket.counters.pack()
-        settings = self._settings_for(group, grad_scale, found_inf)
+        settings = self._follow_changes(group, grad_scale, found_inf)
         settings.fill(group["lr"], grad_scale, found_inf)
         if self._graph is None and self._unchanged_steps >= self._backoff.patience:
             self._capture(group, settings)
         if self._graph is None:
-            self._work(group, settings)
+            self._run_operators(group, settings)
         else:
             self._graph.replay()
             self._backoff.has_replayed()
@@ -167,29 +167,29 @@ class GraphedUpdate:
         more = "the next step brings" if left == 1 else f"{left} more steps bring"
         return f"{self._change}; a graph is captured when {more} no change"
 
-    def _facts(self) -> ReplayConditions:
+    def _conditions(self) -> ReplayConditions:
         return ReplayConditions(
             device=self._bucket.device.type,
             has_graphs=self._graphs is not None,
             dtype=self._bucket.dtype,
-            is_together=self._is_together,
+            is_on_one_device=self._is_on_one_device,
             is_inference=torch.is_inference_mode_enabled(),
             is_watched=torch._C._len_torch_dispatch_stack() > 0,
             is_capturing=is_capturing(self._bucket.device),
         )
 
-    def _settings_for(
+    def _follow_changes(
         self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> GraphedSettings:
-        """Return the settings. If a constant of the graph has changed, drop the graph and renew the settings."""
+        """Drop the graph if one of its constants has changed. Return the settings for it, or for the next graph."""
         assert self._graphs is not None
-        fixed = _GraphConstants(
-            {name: _frozen(group.get(name)) for name in self._names},
-            (_meta_of(grad_scale), _meta_of(found_inf)),
+        constants = _GraphConstants(
+            {name: _frozen(group.get(name)) for name in self._setting_names},
+            (_type_shape_dtype(grad_scale), _type_shape_dtype(found_inf)),
             self._graphs.current_stream(),
             [*map(Tensor.data_ptr, self._bucket.tensors())],
         )
-        change = self._change_to(fixed)
+        change = self._first_change(constants)
         if change is None:
             assert self._settings is not None
             return self._settings
@@ -197,30 +197,30 @@ class GraphedUpdate:
         self._graph = self._guards = None
         self._unchanged_steps = 0
         self._change = change
-        previous, self._fixed = self._fixed, fixed
-        if previous is None or (previous.scaling, previous.stream) != (fixed.scaling, fixed.stream):
+        previous, self._constants = self._constants, constants
+        if previous is None or (previous.scaling, previous.stream) != (constants.scaling, constants.stream):
             self._settings = GraphedSettings(self._bucket.device, grad_scale, found_inf)
         assert self._settings is not None
         return self._settings
 
-    def _change_to(self, fixed: _GraphConstants) -> str | None:
-        previous = self._fixed
+    def _first_change(self, constants: _GraphConstants) -> str | None:
+        previous = self._constants
         if previous is None:
             return "its lists are new"
-        if fixed.values != previous.values:
-            names = [name for name in self._names if fixed.values[name] != previous.values[name]]
+        if constants.values != previous.values:
+            names = [name for name in self._setting_names if constants.values[name] != previous.values[name]]
             return f"the group's {', '.join(names)} changed"
-        if fixed.scaling != previous.scaling:
+        if constants.scaling != previous.scaling:
             return "grad_scale or found_inf has another type, shape or dtype"
-        if fixed.stream != previous.stream:
+        if constants.stream != previous.stream:
             return "the current stream is another one"
-        if fixed.pointers != previous.pointers:
-            return f"{self._first_moved(previous.pointers, fixed.pointers)} has other memory"
+        if constants.pointers != previous.pointers:
+            return f"{self._first_moved(previous.pointers, constants.pointers)} has other memory"
         if self._guards is not None and not self._guards.check(*self._bucket.tensors()):
-            return self._objection(self._guards)
+            return self._failed_guard(self._guards)
         return None
 
-    def _objection(self, guards: TensorGuards) -> str:
+    def _failed_guard(self, guards: TensorGuards) -> str:
         names = self._bucket.tensor_names()
         return str(guards.check_verbose(*self._bucket.tensors(), tensor_check_names=names)).splitlines()[0]
 
@@ -231,10 +231,10 @@ class GraphedUpdate:
     def _capture(self, group: dict[str, Any], settings: GraphedSettings) -> None:
         assert self._graphs is not None
         self._guards = tensor_guards([*self._bucket.tensors()])
-        self._graph = capture_graph(self._graphs, lambda: self._work(group, settings))
+        self._graph = capture_graph(self._graphs, lambda: self._run_operators(group, settings))
         self._backoff.has_captured()
 
-    def _work(self, group: dict[str, Any], settings: GraphedSettings) -> None:
+    def _run_operators(self, group: dict[str, Any], settings: GraphedSettings) -> None:
         on_device = {**group, "lr": settings.lr}
         step_bucket(self._rule, self._bucket, on_device, settings.grad_scale, settings.found_inf)
 
@@ -244,5 +244,5 @@ def _frozen(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _meta_of(value: Tensor | None) -> object:
+def _type_shape_dtype(value: Tensor | None) -> object:
     return None if value is None else (type(value), value.shape, value.dtype)

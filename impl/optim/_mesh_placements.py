@@ -28,13 +28,12 @@ class MeshPlacements(NamedTuple):
 
     meshes: list[DeviceMesh | None]
     placements: list[tuple[Any, ...] | None]
-    # Indices of the first tensors of each mesh and types of placements.
+    # Index of the first tensor of each kind. Tensors of one kind have the same mesh and the same types of placements.
     firsts: list[int]
-    # For each tensor the index in `firsts` of the tensor that has the same mesh and types of placements.
-    types: list[int]
+    kinds: list[int]  # index in `firsts` of each tensor's kind
 
     def representatives(self) -> list[tuple[DeviceMesh | None, tuple[Any, ...]]]:
-        """Return the mesh and placements of each tensor in `firsts`."""
+        """Return the mesh of each kind, and the placements of its first tensor."""
         return [(self.meshes[first], self.placements[first] or ()) for first in self.firsts]
 
 
@@ -63,7 +62,7 @@ def mesh_placements(tensors: Sequence[Tensor]) -> MeshPlacements:
     previous = _kept.get(len(tensors))
     if previous is not None and same(meshes, previous.meshes) and same(placements, previous.placements):
         return previous
-    result = MeshPlacements(meshes, placements, *_by_types(meshes, placements))
+    result = MeshPlacements(meshes, placements, *_by_kind(meshes, placements))
     with _lock:
         _kept.pop(len(tensors), None)
         _kept[len(tensors)] = result
@@ -72,16 +71,16 @@ def mesh_placements(tensors: Sequence[Tensor]) -> MeshPlacements:
     return result
 
 
-def _by_types(
+def _by_kind(
     meshes: list[DeviceMesh | None], placements: list[tuple[Any, ...] | None]
 ) -> tuple[list[int], list[int]]:
     # Placements are compared by type, which is many times as fast as by value.
-    numbers: dict[tuple[Any, ...], int] = {}
+    kind_of: dict[tuple[Any, ...], int] = {}
     firsts: list[int] = []
-    types: list[int] = []
+    kinds: list[int] = []
     for index, (mesh, places) in enumerate(zip(meshes, placements, strict=True)):
-        number = numbers.setdefault((id(mesh), *map(type, places or ())), len(numbers))
-        if number == len(firsts):
+        kind = kind_of.setdefault((id(mesh), *map(type, places or ())), len(kind_of))
+        if kind == len(firsts):
             firsts.append(index)
-        types.append(number)
-    return firsts, types
+        kinds.append(kind)
+    return firsts, kinds

@@ -135,11 +135,11 @@ def shardings_of(tensors: Sequence[Tensor], specs: MeshPlacements | None = None)
     specs = specs or mesh_placements(tensors)
     representatives = specs.representatives()
     narrow = _narrow_meshes([mesh for mesh, _ in representatives if mesh is not None])
-    known = [
+    by_kind = [
         UNSHARDED if mesh is None else _dtensor_sharding(mesh, placements, narrow)
         for mesh, placements in representatives
     ]
-    shardings = known * len(tensors) if len(known) == 1 else [known[number] for number in specs.types]
+    shardings = by_kind * len(tensors) if len(by_kind) == 1 else [by_kind[kind] for kind in specs.kinds]
     if _registered:
         shardings = [
             _registered_sharding(tensor) if mesh is None else sharding

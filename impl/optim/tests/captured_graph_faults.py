@@ -32,13 +32,15 @@ def blind_to(field: str) -> Patch:
     """All that a graph fixes is compared, but for one thing."""
 
     def made(real: Any) -> Any:
-        def change_to(self: GraphedUpdate, fixed: Any) -> Any:
-            before = self._fixed
-            return real(self, fixed if before is None else fixed._replace(**{field: getattr(before, field)}))
+        def first_change(self: GraphedUpdate, constants: Any) -> Any:
+            before = self._constants
+            return real(
+                self, constants if before is None else constants._replace(**{field: getattr(before, field)})
+            )
 
-        return change_to
+        return first_change
 
-    return replaced(GraphedUpdate, "_change_to", made)
+    return replaced(GraphedUpdate, "_first_change", made)
 
 
 def filled_once(setting: str) -> Patch:
@@ -95,19 +97,19 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @FAULTS.named("a graph is captured without a warm-up")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = GraphedUpdate._settings_for
+    real = GraphedUpdate._follow_changes
 
-    def settings_for(self: GraphedUpdate, *args: Any) -> GraphedSettings:
+    def follow_changes(self: GraphedUpdate, *args: Any) -> GraphedSettings:
         settings = real(self, *args)
         self._unchanged_steps = self._backoff.patience
         return settings
 
-    patch.setattr(GraphedUpdate, "_settings_for", settings_for)
+    patch.setattr(GraphedUpdate, "_follow_changes", follow_changes)
 
 
 @FAULTS.named("memory that moves is captured for again and again")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_graphed_update, "_WORTH", 0)
+    patch.setattr(_graphed_update, "_WORTHWHILE_REPLAYS", 0)
 
 
 CALLS: list[tuple[Any, ...]] = [

@@ -28,7 +28,7 @@ def test_first_unmet_condition_is_the_reason() -> None:
             None,
             "a graph reads the learning rate in float32, too coarse for parameters of",
         ),
-        ("is_together", (True, False), True, "a state or gradient of its parameters is not on cpu"),
+        ("is_on_one_device", (True, False), True, "a state or gradient of its parameters is not on cpu"),
         ("is_inference", (False, True), False, "inference mode is on"),
         ("is_watched", (False, True), False, "a TorchDispatchMode is active"),
         ("is_capturing", (False, True), False, "the user is capturing the step in another graph"),
@@ -40,8 +40,8 @@ def test_first_unmet_condition_is_the_reason() -> None:
             for value, (name, _, expected, words) in zip(values, reasons, strict=True)
             if (value not in half if name == "dtype" else value is not expected)
         ]
-        facts: dict[str, Any] = {name: value for value, (name, *_) in zip(values, reasons, strict=True)}
-        why = reason_for_eager(ReplayConditions("cpu", **facts))
+        conditions: dict[str, Any] = {name: value for value, (name, *_) in zip(values, reasons, strict=True)}
+        why = reason_for_eager(ReplayConditions("cpu", **conditions))
         assert (why is None) == (not against)
         assert why is None or why.startswith(against[0])
 
