@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from impl.amp._opt_state import Found
+from impl.amp._opt_state import FoundInf
 from impl.kernels import to_device
 
 _known_to_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
@@ -46,8 +46,8 @@ def warn_of_scaler_as_argument(stacklevel: int) -> None:
 def amp_attributes(
     optimizer: torch.optim.Optimizer,
     scale: Tensor | None,
-    global_found_inf: Found,
-    local_found_inf: Found,
+    global_found_inf: FoundInf,
+    local_found_inf: FoundInf,
     device: torch.device,
 ) -> Generator[None]:
     """Context manager that sets `optimizer.grad_scale` and `optimizer.found_inf`. An error restores earlier values.

@@ -27,7 +27,7 @@ from torch import Tensor
 from impl import kernels
 from impl.amp._conditional_step import step_unless_found_inf
 from impl.amp._gradients import coalesced, grads_from_copies
-from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerState
+from impl.amp._opt_state import FoundInf, FusedStepResult, KeptResults, OptimizerState
 from impl.kernels import StepNumbers, TensorList, concat, dtypes_of, to_device
 from impl.nn.utils._clip_routes import route_for
 from impl.nn.utils._dtensors import local_value
@@ -62,13 +62,15 @@ class Scaler(Protocol):
 
     def unscale_(self, optimizer: _Optimizer) -> None: ...
     def step(self, optimizer: _Optimizer) -> float | None: ...
-    def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]: ...
+    def _agree(self, norms: Norms, found_inf_per_device: FoundInf) -> tuple[Tensor, FoundInf]: ...
     def _norm_device(self, params: Sequence[Tensor]) -> torch.device: ...
     def _init_and_get_scale(self, funcname: str, optimizer: _Optimizer) -> tuple[Tensor, Tensor]: ...
-    def _unscale_locally_(self, optimizer: _Optimizer, scale: Tensor) -> Found: ...
-    def _found_inf_per_device(self, optimizer: _Optimizer) -> Found: ...
-    def _found_inf_of_sum(self, optimizer: _Optimizer, found_inf_per_device: Found) -> Found: ...
-    def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor: ...
+    def _unscale_locally_(self, optimizer: _Optimizer, scale: Tensor) -> FoundInf: ...
+    def _found_inf_per_device(self, optimizer: _Optimizer) -> FoundInf: ...
+    def _found_inf_of_accumulated(
+        self, optimizer: _Optimizer, found_inf_per_device: FoundInf
+    ) -> FoundInf: ...
+    def _scale_of_accumulated(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Step(NormInputs):
 
     optimizer: _Optimizer
     # Flags of an earlier check that has unscaled the gradients.
-    known_found_inf: Found | None
+    known_found_inf: FoundInf | None
 
     @functools.cached_property
     def update_meter(self) -> UpdateMeter | None:
@@ -170,7 +172,7 @@ def fused_step(
     optimizer: _Optimizer,
     options: FusedStepOptions,
     scale: Tensor | None,
-    known_found_inf: Found | None,
+    known_found_inf: FoundInf | None,
 ) -> FusedStepResult:
     """Step `optimizer` with unscaled and clipped gradients, unless they hold inf or nan. `Step` has the arguments.
 
@@ -238,10 +240,10 @@ def check_peers(step: Step, error: NoFusedUpdate) -> None:
 def _check_has_gradients(step: Step) -> None:
     """Raise AssertionError if there are no gradients. Peers may have some, and `microbatch` may have left them out."""
     if not step.has_peers and all(param.grad is None for param in step.params):
-        _check_recorded(step, step.scaler._found_inf_of_sum(step.optimizer, {}))
+        _check_recorded(step, step.scaler._found_inf_of_accumulated(step.optimizer, {}))
 
 
-def _check_recorded(step: Step, found_inf: Found) -> None:
+def _check_recorded(step: Step, found_inf: FoundInf) -> None:
     """Raise AssertionError if the gradients are scaled and no rank has checked any."""
     if step.scale is not None and not found_inf:
         check_step(step.optimizer)
@@ -333,7 +335,7 @@ def call_step(step: Step) -> bool | None:
     return step_unless_found_inf(optimizer, flag)
 
 
-def agree_over_shards(norms: Norms, local_found_inf: Found) -> tuple[Tensor, Found]:
+def agree_over_shards(norms: Norms, local_found_inf: FoundInf) -> tuple[Tensor, FoundInf]:
     """Combine norm and flags over the process groups that the parameters are sharded over.
 
     Collectives: one all-gather for each group.
@@ -347,8 +349,8 @@ def agree_over_shards(norms: Norms, local_found_inf: Found) -> tuple[Tensor, Fou
 class _JointResult(NamedTuple):
     norm: Tensor  # norm of all processes' gradients, still scaled
     norms: list[Tensor] | None  # norms of the parameters' unscaled gradients
-    local_found_inf: Found  # flags of this process's gradients
-    global_found_inf: Found  # flags of all processes, which decide
+    local_found_inf: FoundInf  # flags of this process's gradients
+    global_found_inf: FoundInf  # flags of all processes, which decide
     # Set if the kernels that take the norm computed them too, and no other process is involved.
     numbers: StepNumbers | None
 
@@ -363,7 +365,7 @@ def _joint_norm_and_found_inf(
         are_scaled: whether the gradients are scaled.
     """
     lists = grads_by_sharding(step, params_and_grads)
-    local_found_inf: Found = {}
+    local_found_inf: FoundInf = {}
     numbers = None if step.shardings else _step_numbers(step, lists[UNSHARDED])
     if numbers is not None:
         local_found_inf[step.norm_device] = numbers.found_inf
@@ -379,7 +381,7 @@ def _joint_norm_and_found_inf(
     dtype = joint_norm_dtype(step.params)
     checked = local_found_inf if step.known_found_inf is None else step.known_found_inf
     norm, global_found_inf = step.scaler._agree(Norms(step.options.norm_type, by_sharding, dtype), checked)
-    global_found_inf = step.scaler._found_inf_of_sum(step.optimizer, global_found_inf)
+    global_found_inf = step.scaler._found_inf_of_accumulated(step.optimizer, global_found_inf)
     norms = None if step.param_norms is None else step.param_norms.of_params()
     if step.param_norms is not None and norm.dim():  # a vector of the norms of all ranks
         norms, norm = [*norm.unbind()], step.param_norms.joint(norm).to(dtype)
@@ -430,16 +432,17 @@ def _step_numbers(step: Step, grads: TensorList) -> StepNumbers | None:
     )
 
 
-def local_norm(step: NormInputs, grads: TensorList, local_found_inf: Found) -> Tensor:
+def local_norm(step: NormInputs, grads: TensorList, local_found_inf: FoundInf) -> Tensor:
     """Return the joint norm of gradients on one or more devices. Store each device's flag in `local_found_inf`."""
     norm_type, norm_device = step.options.norm_type, step.norm_device
     norms: list[Tensor] = []
     has_empty = grads.layout is None and not all(map(Tensor.numel, grads.tensors))
     nonempty = TensorList([grad for grad in grads.tensors if grad.numel()]) if has_empty else grads
     for device, batch in nonempty.by_device().items():
+        # T = gradients of the batch
         norm_T = None if step.param_norms is None else step.param_norms.room_for(batch)
-        known = None if step.options.ahead is None else step.options.ahead.squares
-        norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype, norm_T, known)
+        known_squares = None if step.options.ahead is None else step.options.ahead.squares
+        norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype, norm_T, known_squares)
         if device in local_found_inf:
             flag = torch.maximum(local_found_inf[device], flag)
         local_found_inf[device] = flag
@@ -453,7 +456,7 @@ def local_norm(step: NormInputs, grads: TensorList, local_found_inf: Found) -> T
     return norms[0] if len(norms) == 1 else kernels.total_norm(TensorList(norms), norm_type or 1.0)
 
 
-def combine_found_inf(found_inf_per_device: Found, device: torch.device) -> Tensor:
+def combine_found_inf(found_inf_per_device: FoundInf, device: torch.device) -> Tensor:
     """Return 1.0 on `device` if any flag is set, else 0.0."""
     flags = [to_device(flag, device) for flag in found_inf_per_device.values()]
     if not flags:

@@ -1,4 +1,7 @@
-"""A fused step of several optimizers with one norm: all of them step, or none."""
+"""A fused step of several optimizers with one norm: all of them step, or none.
+
+P = parameters of all optimizers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from impl import kernels
 from impl.amp import _fused_step
 from impl.amp._fused_step import FusedStepOptions, NormInputs, Scaler, Step
 from impl.amp._gradients import coalesced, sorted_gradients
-from impl.amp._opt_state import Found, FusedStepResult, OptState, next_stage, stage_of
+from impl.amp._opt_state import FoundInf, FusedStepResult, OptState, next_stage, stage_of
 from impl.kernels import TensorList, to_device
 from impl.nn.utils.clip_grad import get_total_norm
 from impl.optim._fused_updates import (
@@ -43,7 +46,7 @@ class _Part:
     # The optimizer itself steps from unscaled gradients if there are none.
     updates: list[Update] | None = None
     served: list[Served] = field(default_factory=list)
-    local_found_inf: Found = field(default_factory=dict)
+    local_found_inf: FoundInf = field(default_factory=dict)
     taken: bool | None = False
 
     @property
@@ -54,12 +57,12 @@ class _Part:
             return None
         return kernels.inverse(step.scale)
 
-    def found_inf(self) -> Found:
+    def found_inf(self) -> FoundInf:
         """Return the flags of its gradients: of all processes, or of this one if they were not combined yet."""
         known = self.step.known_found_inf
         return self.local_found_inf if known is None else known
 
-    def local_flags(self) -> Found:
+    def local_flags(self) -> FoundInf:
         """Return the flags of this process's gradients."""
         step = self.step
         if step.known_found_inf is None:
@@ -184,13 +187,16 @@ def _unscale(scaler: Scaler, parts: Sequence[_Part]) -> None:
         part.local_found_inf = scaler._unscale_locally_(part.step.optimizer, scale)
 
 
-def _record_checks(scaler: Scaler, parts: Sequence[_Part], global_found_inf: Found) -> None:
+def _record_checks(scaler: Scaler, parts: Sequence[_Part], global_found_inf: FoundInf) -> None:
     """Record that gradients are unscaled, for the steps of these optimizers, and in case one of them raises."""
     for part in parts:
         if part.updates is None:
             optimizer = part.step.optimizer
             check_results = scaler._check_results.of(optimizer)
-            check_results.local_found_inf, check_results.checked = part.local_flags(), global_found_inf
+            check_results.local_found_inf, check_results.global_found_inf = (
+                part.local_flags(),
+                global_found_inf,
+            )
             scaler._per_optimizer_states[id(optimizer)].update(
                 stage=OptState.UNSCALED, found_inf_per_device=global_found_inf
             )
@@ -218,7 +224,7 @@ def _check(optimizers: Sequence[_Optimizer], options: FusedStepOptions) -> None:
 def _new_part(joint: NormInputs, optimizer: _Optimizer, is_unscaled: bool, stack: ExitStack) -> _Part:
     scaler, scale, params = joint.scaler, joint.scale, params_of(optimizer)
     known = scaler._found_inf_per_device(optimizer) if is_unscaled else None
-    own_scale = None if scale is None else scaler._scale_of_sum(optimizer, scale, "fused_step")
+    own_scale = None if scale is None else scaler._scale_of_accumulated(optimizer, scale, "fused_step")
     part = _Part(Step(scaler, joint.options, params, own_scale, optimizer, known))
     try:
         part.updates = stack.enter_context(updates_of(optimizer, {}))
@@ -228,17 +234,19 @@ def _new_part(joint: NormInputs, optimizer: _Optimizer, is_unscaled: bool, stack
     return part
 
 
-def _joint_norm(joint: NormInputs, parts: Sequence[_Part]) -> tuple[Tensor, list[list[Tensor] | None], Found]:
+def _joint_norm(
+    joint: NormInputs, parts: Sequence[_Part]
+) -> tuple[Tensor, list[list[Tensor] | None], FoundInf]:
     """Return the norm of all gradients, the norms of each part's single gradients if kept, and the joint flags."""
     order, device, scaler = joint.options.norm_type, joint.norm_device, joint.scaler
     local: dict[Sharding, list[Tensor]] = {UNSHARDED: []} | {sharding: [] for sharding in joint.shardings}
-    checked: Found = {}
+    checked: FoundInf = {}
     for part in parts:
         for sharding, norm in part.local_norms(joint).items():
             local[sharding].append(to_device(norm, device, torch.float64))
         for flag_device, flag in part.found_inf().items():
-            known = checked.get(flag_device)
-            checked[flag_device] = flag if known is None else torch.maximum(known, flag.reshape(known.shape))
+            other = checked.get(flag_device)
+            checked[flag_device] = flag if other is None else torch.maximum(other, flag.reshape(other.shape))
     none = torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=device)
     by_sharding = {
         sharding: join_norms(torch.stack([*norms, none]), order) for sharding, norms in local.items()
@@ -252,7 +260,7 @@ def _joint_norm(joint: NormInputs, parts: Sequence[_Part]) -> tuple[Tensor, list
     dtype = _fused_step.joint_norm_dtype(joint.params)
     norm, found_inf = scaler._agree(Norms(order, by_sharding, dtype), checked)
     for part in parts:
-        found_inf = scaler._found_inf_of_sum(part.step.optimizer, found_inf)
+        found_inf = scaler._found_inf_of_accumulated(part.step.optimizer, found_inf)
     if joint.scale is not None and not found_inf:
         for part in parts:
             check_step(part.step.optimizer)

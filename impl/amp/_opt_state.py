@@ -15,7 +15,7 @@ from impl.amp._microbatch import Accumulation
 from impl.optim._fused_updates import Served
 from impl.optim._param_norms import UpdateNorms
 
-Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 for inf or nan
+FoundInf = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 for inf or nan
 
 
 class OptState(Enum):
@@ -58,7 +58,7 @@ class OptimizerState(TypedDict):
     """State of one optimizer since the last `update`."""
 
     stage: OptState
-    found_inf_per_device: Found
+    found_inf_per_device: FoundInf
     accumulation: NotRequired[Accumulation]  # torch's states have none
 
 
@@ -82,8 +82,8 @@ class FusedStepResult:
 
     norm: Tensor  # norm of the unscaled gradients
     norms: Sequence[Tensor] | None  # norm of each unscaled gradient, if kept
-    local_found_inf: Found  # flags of this process's gradients
-    global_found_inf: Found  # flags of all processes, which decide
+    local_found_inf: FoundInf  # flags of this process's gradients
+    global_found_inf: FoundInf  # flags of all processes, which decide
     taken: bool | None  # unknown to the host if None
     served: Sequence[Served]  # empty if the host has skipped all updates
     update_norms: UpdateNorms | None  # norms of weights and updates, if kept
@@ -93,9 +93,9 @@ class FusedStepResult:
 class CheckResults:
     """Results of one optimizer's last check and step, which outlive `update`."""
 
-    checked: Found | None = None  # flags of the last check, over all processes
-    local_found_inf: Found | None = None  # flags of the last check, of this process's gradients
-    stepped: Found | None = None  # flags that decided the last step
+    global_found_inf: FoundInf | None = None  # flags of the last check, over all processes
+    local_found_inf: FoundInf | None = None  # flags of the last check, of this process's gradients
+    step_found_inf: FoundInf | None = None  # flags that decided the last step
     taken: bool | None = None  # the last step's outcome, unknown to the host if None
     # Copies that hold the checked gradients of parameters without a gradient.
     low_precision_params: Sequence[Tensor] = ()
@@ -108,7 +108,7 @@ class CheckResults:
     def record_fused_step(
         self, result: FusedStepResult, low_precision_params: Sequence[Tensor], norm_type: float
     ) -> None:
-        self.checked = self.stepped = result.global_found_inf
+        self.global_found_inf = self.step_found_inf = result.global_found_inf
         self.local_found_inf, self.taken = result.local_found_inf, result.taken
         self.low_precision_params = low_precision_params
         self.record_backends_and_norms(result, norm_type)
@@ -117,24 +117,24 @@ class CheckResults:
         self.served = result.served or self.served
         self.norms, self.norm_type, self.update_norms = result.norms, norm_type, result.update_norms
 
-    def last_check(self) -> Found:
+    def last_check(self) -> FoundInf:
         """Return the flags of the last check, or raise if there was none."""
-        if self.checked is None:
+        if self.global_found_inf is None:
             raise RuntimeError(
                 "this scaler has not checked the gradients of this optimizer; call unscale_(optimizer) or "
                 "step(optimizer) before found_inf(optimizer)"
             )
-        return self.checked
+        return self.global_found_inf
 
     def step_was_taken(self) -> bool:
         """Return whether the last step was taken. Sync: one, unless the host knows already."""
-        if self.stepped is None:
+        if self.step_found_inf is None:
             raise RuntimeError(
                 "this scaler has not stepped this optimizer (or cannot know, if it takes no weak references); call "
                 "step(optimizer) before step_was_taken(optimizer)"
             )
         if self.taken is None:
-            self.taken = not any(flag.item() for flag in self.stepped.values())
+            self.taken = not any(flag.item() for flag in self.step_found_inf.values())
         return self.taken
 
 

@@ -25,7 +25,7 @@ from impl.amp._loss_scale import SMALLEST_SCALE, SkipMonitor
 from impl.amp._microbatch import Accumulation, Microbatch, run_microbatch
 from impl.amp._opt_state import (
     CheckResults,
-    Found,
+    FoundInf,
     KeptResults,
     OptimizerState,
     OptState,
@@ -204,7 +204,7 @@ class GradScaler(StepReports):
             return
         scale, _ = self._init_and_get_scale("unscale_", optimizer)
         unscaled = next_stage(stage_of(self._per_optimizer_states, optimizer), "unscale_")
-        scale = self._scale_of_sum(optimizer, scale, "unscale_")
+        scale = self._scale_of_accumulated(optimizer, scale, "unscale_")
         self._record_check(optimizer, self._unscale_locally_(optimizer, scale))["stage"] = unscaled
 
     def step(self, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -248,7 +248,7 @@ class GradScaler(StepReports):
             result = self._step_with_attributes(optimizer, stage, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"] = stepped
-        check_results.checked = check_results.stepped = state["found_inf_per_device"]
+        check_results.global_found_inf = check_results.step_found_inf = state["found_inf_per_device"]
         return result
 
     def fused_step(  # noqa: PLR0913  settings of four calls
@@ -336,7 +336,7 @@ class GradScaler(StepReports):
                 "low_precision_params have gradients that microbatch() has not checked; accumulate the gradients of "
                 "the optimizer's own parameters, or use no microbatch()"
             )
-        scale = self._scale_of_sum(optimizer, scale, "fused_step")
+        scale = self._scale_of_accumulated(optimizer, scale, "fused_step")
         known_found_inf = self._found_inf_per_device(optimizer) if stage is OptState.UNSCALED else None
         step_result = _fused_step.fused_step(self, optimizer, options, scale, known_found_inf)
         self._per_optimizer_states[id(optimizer)].update(
@@ -639,13 +639,13 @@ class GradScaler(StepReports):
 
     def _unscale_grads_(
         self, optimizer: _Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> Found:
+    ) -> FoundInf:
         """Multiply every gradient by `inv_scale` in place. Return the inf/nan flag of each device.
 
         Both tensors are f32, with one element, on any device. The flags start as copies of `found_inf`.
         Without `allow_fp16`, float16 gradients raise, because their unscaled values may vanish.
         """
-        found_inf_per_device: Found = {}
+        found_inf_per_device: FoundInf = {}
         for device, grads in _gradients.sorted_gradients(optimizer, allow_fp16):
             if device not in found_inf_per_device:
                 found_inf_per_device[device] = to_device(found_inf, device, copy=True)
@@ -653,9 +653,9 @@ class GradScaler(StepReports):
         _gradients.combine_over_meshes(optimizer, found_inf_per_device, self._combines_ranks_of)
         return found_inf_per_device
 
-    def _unscale_grads_by_(self, optimizer: _Optimizer, scale: Tensor) -> Found:
+    def _unscale_grads_by_(self, optimizer: _Optimizer, scale: Tensor) -> FoundInf:
         """Do the same as `_unscale_grads_`, in two launches instead of six."""
-        found_inf_per_device: Found = {}
+        found_inf_per_device: FoundInf = {}
         for device, grads in _gradients.sorted_gradients(optimizer, self._unscales_fp16):
             if device not in found_inf_per_device:
                 found_inf_per_device[device] = torch.zeros((), dtype=torch.float32, device=device)
@@ -663,7 +663,7 @@ class GradScaler(StepReports):
         _gradients.combine_over_meshes(optimizer, found_inf_per_device, self._combines_ranks_of)
         return found_inf_per_device
 
-    def _check_inf_per_device(self, optimizer: _Optimizer) -> Found:
+    def _check_inf_per_device(self, optimizer: _Optimizer) -> FoundInf:
         """Check the gradients, including float16 ones, and leave them scaled."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         inv_scale = torch.ones((), dtype=torch.float32, device=scale.device)
@@ -671,7 +671,7 @@ class GradScaler(StepReports):
         local_found_inf = self._unscale_grads_(optimizer, inv_scale, torch.zeros_like(inv_scale), True)
         return self._record_check(optimizer, local_found_inf)["found_inf_per_device"]
 
-    def _found_inf_per_device(self, optimizer: _Optimizer) -> Found:
+    def _found_inf_per_device(self, optimizer: _Optimizer) -> FoundInf:
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def _maybe_opt_step(
@@ -711,7 +711,7 @@ class GradScaler(StepReports):
         self._reset_records()
 
     # Methods that `ShardedGradScaler` overrides for many processes.
-    def _reduce_found_inf(self, found_inf_per_device: Found) -> Found:
+    def _reduce_found_inf(self, found_inf_per_device: FoundInf) -> FoundInf:
         """Combine the flags of all processes. The result decides whether the step is taken and the scale falls.
 
         The argument is not changed. It is empty if the optimizer has no gradients.
@@ -733,7 +733,7 @@ class GradScaler(StepReports):
         """Return whether `_reduce_found_inf` combines the flags of all ranks of `mesh`."""
         return False
 
-    def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]:
+    def _agree(self, norms: Norms, found_inf_per_device: FoundInf) -> tuple[Tensor, FoundInf]:
         """Combine the norms and flags of all processes."""
         if norms.are_sharded:
             return _fused_step.agree_over_shards(norms, found_inf_per_device)
@@ -774,18 +774,18 @@ class GradScaler(StepReports):
             return "No gradient of this rank holds inf or nan now"
         return f"This rank's gradients with inf or nan are {describe_names(list(names))}"
 
-    def _unscale_locally_(self, optimizer: _Optimizer, scale: Tensor) -> Found:
+    def _unscale_locally_(self, optimizer: _Optimizer, scale: Tensor) -> FoundInf:
         """Divide the gradients by `scale` in place and check them. Return the flags of this process."""
         if getattr(self._unscale_grads_, "__func__", None) is _UNSCALE_GRADS:
             return self._unscale_grads_by_(optimizer, scale)
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         return self._unscale_grads_(optimizer, kernels.inverse(scale), found_inf, self._unscales_fp16)
 
-    def _record_check(self, optimizer: _Optimizer, local_found_inf: Found) -> OptimizerState:
+    def _record_check(self, optimizer: _Optimizer, local_found_inf: FoundInf) -> OptimizerState:
         """Combine this process's flags with those of other processes, and record both."""
-        global_found_inf = self._found_inf_of_sum(optimizer, self._reduce_found_inf(local_found_inf))
+        global_found_inf = self._found_inf_of_accumulated(optimizer, self._reduce_found_inf(local_found_inf))
         check_results = self._check_results.of(optimizer)
-        check_results.checked, check_results.local_found_inf = global_found_inf, local_found_inf
+        check_results.global_found_inf, check_results.local_found_inf = global_found_inf, local_found_inf
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = global_found_inf
         return state
@@ -805,7 +805,7 @@ class GradScaler(StepReports):
             return None
         return kernels.HostCopy(kernels.inverse(scale).reshape(1))
 
-    def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor:
+    def _scale_of_accumulated(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor:
         """Return the scale of the accumulated gradients, which may lack microbatches."""
         accumulation = self._accumulation_of(optimizer)
         if accumulation is None:
@@ -813,7 +813,7 @@ class GradScaler(StepReports):
         accumulation.check_closed(call)
         return accumulation.scaled(scale)
 
-    def _found_inf_of_sum(self, optimizer: _Optimizer, found_inf_per_device: Found) -> Found:
+    def _found_inf_of_accumulated(self, optimizer: _Optimizer, found_inf_per_device: FoundInf) -> FoundInf:
         """Return the flags of the accumulated gradients. They are set if no microbatch was taken."""
         accumulation = self._accumulation_of(optimizer)
         if accumulation is None:
@@ -859,14 +859,14 @@ class GradScaler(StepReports):
         *args: object,
         **kwargs: object,
     ) -> float | None:
-        previous = check_results.checked, check_results.local_found_inf
+        previous = check_results.global_found_inf, check_results.local_found_inf
         if stage is OptState.READY:
             self.unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if not state["found_inf_per_device"]:
             if stage is OptState.READY:
                 del self._per_optimizer_states[id(optimizer)]
-                check_results.checked, check_results.local_found_inf = previous
+                check_results.global_found_inf, check_results.local_found_inf = previous
             check_step(optimizer)
             raise AssertionError("No inf checks were recorded for this optimizer.")
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)

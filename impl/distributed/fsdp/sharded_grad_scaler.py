@@ -91,6 +91,7 @@ class ShardedGradScaler(GradScaler):
 
     process_group: ProcessGroup | Literal[_NoGroup.NOT_PICKLED] | None = None
 
+    # Class attributes of `GradScaler`.
     _frames_above = 1
     _has_peers = True
     _unscales_fp16 = True
