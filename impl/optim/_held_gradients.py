@@ -43,7 +43,7 @@ class GradientReceiver(Protocol):
         """
 
     def before_gather(self, holder: ShardedHolder) -> None:
-        """Give the parameters the values of before the backward, because they are about to be read."""
+        """Restore the parameters' values from before the backward, because a gather is about to read them."""
 
 
 class GradientHolder(Protocol):

@@ -245,10 +245,10 @@ class FSDPModule(_BaseForTypeCheckers):
         state = self._state
         if state.unit.phase not in FORWARDS:
             state.reshard_on_request()
-        elif not self._keeps():
+        elif not self._stays_unsharded_after_forward():
             state.unit.reshard(after_forward=True)
 
-    def _keeps(self) -> bool:
+    def _stays_unsharded_after_forward(self) -> bool:
         unit = self._state.unit
         return all(group.keeps_after_forward(unit.root.is_root(unit), True) for group in unit.param_groups)
 
@@ -263,12 +263,12 @@ class FSDPModule(_BaseForTypeCheckers):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module, and of the earlier calls whose parameters it shares.
 
-        A unit that stays unsharded after forward is resharded after an evaluation, because writes to `parameter.data`,
-        or by `torch._foreach` operators to DTensors, cannot be detected. The exception is a unit that was gathered by
-        this method. Call `reshard` before such writes to it.
+        Parameters that this method gathers stay unsharded after an evaluation. Call `reshard` before you write to
+        `parameter.data`, or to DTensors by `torch._foreach` operators, because such writes cannot be detected. For the
+        same reason an evaluation reshards all other units.
 
-        Sync: over gloo the host waits, also with `async_op`, until all ranks have reached a gather that never followed
-            its predecessor before; torch's call returns at once.
+        Sync: over gloo the host waits, also with `async_op`, until all ranks have reached the gather, unless it also
+            followed the collective before it in an earlier step; torch's call returns at once.
         Collectives: an all-gather of each call's parameters, unless they are unsharded.
 
         Args:
@@ -538,7 +538,7 @@ class FSDPModule(_BaseForTypeCheckers):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, also of sharded parameters whose module is unsharded at the moment.
 
-        First end a failed backward, in which modules have parameters that are not stepped.
+        Modules that are unsharded list other parameters. So a failed backward, which has left them so, ends here first.
         """
         root = self._state.unit.root_or_none
         if root is not None:

@@ -18,7 +18,7 @@ from impl.distributed.fsdp._comm.groups import (
     effective_strategy,
     groups_from_strategy,
 )
-from impl.distributed.fsdp._engine.phase import FORWARDS, SHOWN, Phase, TrainingState, not_idle
+from impl.distributed.fsdp._engine.phase import FORWARDS, SUMMONED, Phase, TrainingState, not_idle
 from impl.distributed.fsdp._engine.root import Root
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fsdp1.buffers import Buffers
@@ -506,6 +506,6 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             yield
 
     def _without_prefix(self, named: Iterator[tuple[str, object]]) -> Iterator[tuple[str, Any]]:
-        if self._unit.phase not in SHOWN:
+        if self._unit.phase not in SUMMONED:
             return named
         return ((name.replace(_PREFIX, ""), value) for name, value in named)

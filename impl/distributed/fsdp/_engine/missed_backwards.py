@@ -42,15 +42,15 @@ class _Root(Protocol):
     def has_gradients(self) -> bool: ...
 
 
-# Roots with a forward since the last backward that left gradients, and whether another backward came since.
-_roots: WeakKeyDictionary[_Root, bool] = WeakKeyDictionary()
+# Roots that ran a forward since the last backward that left gradients, and whether another backward came since.
+_had_backward: WeakKeyDictionary[_Root, bool] = WeakKeyDictionary()
 # The same roots, if they were stepped without gradients since, with the names of the units that await a backward.
 _stepped_without: WeakKeyDictionary[_Root, list[str]] = WeakKeyDictionary()
 
 
 def note_forward(root: _Root) -> None:
     register_step_check(_check_step)
-    _roots[root] = False
+    _had_backward[root] = False
     names = _stepped_without.pop(root, None)
     if names is not None:
         warn_user(
@@ -64,9 +64,9 @@ def note_forward(root: _Root) -> None:
 def note_backward(root: _Root) -> None:
     _stepped_without.pop(root, None)
     if root.has_gradients():
-        _roots.pop(root, None)
-    elif root in _roots:
-        _roots[root] = True
+        _had_backward.pop(root, None)
+    elif root in _had_backward:
+        _had_backward[root] = True
 
 
 def check_gradients(units: Sequence[_Unit]) -> None:
@@ -85,7 +85,7 @@ def check_gradients(units: Sequence[_Unit]) -> None:
 
 
 def _check_step(optimizer: Optimizer) -> None:
-    idle = [(root, had_backward) for root, had_backward in _roots.items() if root.is_idle()]
+    idle = [(root, had_backward) for root, had_backward in _had_backward.items() if root.is_idle()]
     params = params_of(optimizer) if idle else []
     stepped = {id(param) for param in params}
     for root, had_backward in idle:

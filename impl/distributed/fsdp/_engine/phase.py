@@ -49,8 +49,9 @@ def not_idle(state: TrainingState) -> str:
 
 FORWARDS = (Phase.FORWARD, Phase.SUMMONED_FORWARD)
 BACKWARDS = (Phase.BACKWARD, Phase.SUMMONED_BACKWARD)
-SHOWN_ON_ALL_RANKS = (Phase.SUMMONED, Phase.SUMMONED_AND_USED)
-SHOWN = (*SHOWN_ON_ALL_RANKS, Phase.SUMMONED_ON_FIRST_RANK)
+# The user may read and write the full parameters, and no forward or backward runs.
+SUMMONED_ON_ALL_RANKS = (Phase.SUMMONED, Phase.SUMMONED_AND_USED)
+SUMMONED = (*SUMMONED_ON_ALL_RANKS, Phase.SUMMONED_ON_FIRST_RANK)
 _SUMMONS = (Move.SUMMON, Move.SUMMON_ON_FIRST_RANK, Move.SUMMON_NOTHING)
 
 _NEXT = {
@@ -69,7 +70,7 @@ _NEXT = {
     # An exception inside may have left a forward or backward open.
     **{
         (phase, Move.END_SUMMON): Phase.IDLE
-        for phase in (*SHOWN, Phase.SUMMONED_FORWARD, Phase.SUMMONED_BACKWARD)
+        for phase in (*SUMMONED, Phase.SUMMONED_FORWARD, Phase.SUMMONED_BACKWARD)
     },
 }
 
@@ -105,7 +106,7 @@ _REFUSED = {
             AssertionError,
             "Cannot manually unshard parameters when already unsharding parameters",
         )
-        for phase in SHOWN
+        for phase in SUMMONED
         for move in _SUMMONS
     },
 }
@@ -124,7 +125,7 @@ def next_phase(phase: Phase, move: Move, name: str) -> Phase:
         raise error_type(sentence.format(name=name, phase=phase.value)) from None
 
 
-def torchs_name(phase: Phase) -> TrainingState:
+def training_state_of(phase: Phase) -> TrainingState:
     if phase is Phase.IDLE:
         return TrainingState.IDLE
-    return TrainingState.SUMMON_FULL_PARAMS if phase in SHOWN else TrainingState.FORWARD_BACKWARD
+    return TrainingState.SUMMON_FULL_PARAMS if phase in SUMMONED else TrainingState.FORWARD_BACKWARD

@@ -237,7 +237,7 @@ class Unit(UnitParams[Group_co]):
 
     def _prefetch_for_forward(self) -> None:
         if self.options.forward_prefetch:
-            self._prefetch(self.root.order.after_in_forward(self))
+            self._prefetch(self.root.order.next_in_forward(self))
         for named in self.prefetches_in_forward:
             self._prefetch(named)
 
@@ -246,7 +246,7 @@ class Unit(UnitParams[Group_co]):
             for named in self.prefetches_in_backward:
                 self._prefetch(named)
             return
-        unit = self.root.order.after_in_backward(self)
+        unit = self.root.order.next_in_backward(self)
         if unit is not None and unit.awaits_backward and unit.unshards_in_backward:
             self._prefetch(unit)
 

@@ -60,11 +60,11 @@ class UnitParams(Generic[Group_co]):
         self.summoned: Sequence[SummonedParams] = ()  # the groups while they are summoned
         self._gathered: GatherState | None = None
         self._in_graph: list[Unsharded] = []  # parameters that the last graph was built from
-        # The same of the graph before a linearized forward, with the unsharded parameters of each group.
+        # While torch.func.linearize keeps a graph: the earlier `_in_graph`, and each group's unsharded parameters.
         self._set_aside: tuple[list[Unsharded], Sequence[Any]] | None = None
         self.awaits_reduction = False  # gradients of earlier backwards may be unreduced
         self.contributes_zeros = False  # whether this rank skips the running microbatch
-        self.receiver: GradientReceiver | None = None
+        self.receiver: GradientReceiver | None = None  # steps optimizers while the backward runs
         note_sharding()
         self.register_params()
         register_holder(self)

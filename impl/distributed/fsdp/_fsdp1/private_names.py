@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from impl.distributed.fsdp._engine.phase import TrainingState, torchs_name
+from impl.distributed.fsdp._engine.phase import TrainingState, training_state_of
 from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
@@ -42,7 +42,7 @@ class PrivateNames(Wrapper):
         root = self._root
         if root is not None and root.is_in_backward and root.is_root(self._unit):
             return TrainingState.FORWARD_BACKWARD
-        return torchs_name(self._unit.phase)
+        return training_state_of(self._unit.phase)
 
     @property
     def _has_params(self) -> bool:

@@ -192,8 +192,8 @@ def managed_params(
 def _params_of(module: nn.Module, roots: Sequence[nn.Module]) -> set[nn.Parameter]:
     own_params = {p for _, p in module.named_parameters(recurse=False)}
     if type(module).named_parameters is not nn.Module.named_parameters:
-        there = {p for root in roots for _, p in nn.Module.named_parameters(root)}
-        if not own_params <= there:
+        in_tree = {p for root in roots for _, p in nn.Module.named_parameters(root)}
+        if not own_params <= in_tree:
             raise AssertionError(f"Some parameters are not in the module tree of {tuple(roots)}")
     return own_params
 

@@ -394,7 +394,7 @@ def _note_sparse(pairs: Sequence[tuple[ShardedParam, Tensor]], error: RuntimeErr
 
 
 def _added(earlier: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return the sum in `dtype`, or in the dtype of the first gradient if it is None."""
+    """Return the sum in `dtype`. If that is None, a sum has the dtype of `earlier`."""
     if grad is None:
         return earlier
     if earlier is None:

@@ -232,10 +232,10 @@ _SYNCED = "_fsdp_synced"
 def broadcast_states(
     module: nn.Module, managed: Sequence[ManagedParam], groups: Iterable[dist.ProcessGroup]
 ) -> None:
-    """Copy the states of the groups' first rank to all ranks.
+    """Copy the parameters and buffers of the groups' first rank to all ranks, for `sync_module_states=True`.
 
     Args:
-        groups: broadcast one after the other. Each group spreads the results of the previous one.
+        groups: shards and replicas. Each group spreads the results of the previous one.
 
     Raises:
         RuntimeError: the ranks wrap different modules, or in a different order.
@@ -246,11 +246,11 @@ def broadcast_states(
         if not getattr(buffer, _SYNCED, False):
             setattr(buffer, _SYNCED, True)
             states.append((clean_name(name), buffer.detach()))
-    kind = type(module).__name__
+    module_name = type(module).__name__
     for group in groups:
         for name, state in states if group.size() > 1 else ():
             sent = state.contiguous()
-            entry = f"broadcast '{kind}.{name}' of shape {tuple(state.shape)}"
+            entry = f"broadcast '{module_name}.{name}' of shape {tuple(state.shape)}"
             order_checker_of(group).run(entry, _broadcast, group, sent, _FIRST_RANK)
             if sent is not state:
                 state.copy_(sent)

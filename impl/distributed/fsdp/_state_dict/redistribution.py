@@ -64,14 +64,16 @@ def overlaps(layout: FlatLayout, slot: Slot, owner: int, holder: int) -> Iterato
 
 
 def _runs(slot: Slot, chunk: Chunk) -> Iterator[tuple[int, int]]:
-    """Yield the runs of a chunk in the parameter's memory. There are several if the rows are not outermost."""
-    rows, width = slot.shape[0], slot.stride[0]
+    """Yield the start and stop of each run of a chunk in the parameter's memory.
+
+    There are several if rows are not outermost, as in a transposed weight.
+    """
+    rows, row_stride = slot.shape[0], slot.stride[0]
     if chunk.shape[0] == rows:
         yield 0, slot.numel
     elif chunk.shape[0] and slot.numel:
-        period = rows * width
-        for start in range(0, slot.numel, period):
-            yield start + chunk.first_row * width, start + chunk.stop_row * width
+        for start in range(0, slot.numel, rows * row_stride):
+            yield start + chunk.first_row * row_stride, start + chunk.stop_row * row_stride
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._comm.desync.collective_order import allow_saving
-from impl.distributed.fsdp._engine.phase import SHOWN, SHOWN_ON_ALL_RANKS, Phase
+from impl.distributed.fsdp._engine.phase import SUMMONED, SUMMONED_ON_ALL_RANKS, Phase
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
@@ -60,12 +60,13 @@ class StateDictSaving:
             and wrapper._groups.shard is not None
         )
         is_rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-        self._is_left_out = (
+        self._gets_no_values = (
             not self._unit.summoned if self._issues_no_gather else is_rank0_only and wrapper.rank != 0
         )
         self._shown = ExitStack()
+        # Tied parameters have several keys, which must not share memory in the dict.
         self._copies: dict[int, bool] = {}  # storage -> whether a key has it already
-        self._packed: set[int] = set()  # chunks that are in the dict
+        self._packed: set[int] = set()  # ids of chunks that a key has already
 
     @torch.no_grad()
     @allow_saving()
@@ -119,7 +120,7 @@ class StateDictSaving:
             sources = [(chunk, handle, index) for index, chunk in enumerate(chunks)]
             return stand_ins_for(handle, self, sources)
         copies = self._unsharded_copies(handle)  # every rank must take part
-        if self._is_left_out:
+        if self._gets_no_values:
             return stand_ins_for(handle, self)
         self._copies.update((_storage_of(copy), False) for copy in copies)
         return [
@@ -134,7 +135,7 @@ class StateDictSaving:
         """
         is_summoned = bool(self._unit.summoned)
         if is_summoned or self._issues_no_gather or self._wrapper._groups.shard is None:
-            if self._is_left_out:
+            if self._gets_no_values:
                 return []
             full_tensors = (
                 _summoned_tensors(handle) if is_summoned else handle.views_of(handle.flat_param.data)
@@ -142,7 +143,7 @@ class StateDictSaving:
             # Parameters that were summoned to the CPU may not fit on the compute device.
             stays = is_summoned and not self._config.offload_to_cpu
             return [unsharded.clone() if stays else self._copy(unsharded) for unsharded in full_tensors]
-        slots = () if self._is_left_out else handle.layout.slots
+        slots = () if self._gets_no_values else handle.layout.slots
         memories = [torch.empty(slot.numel, dtype=handle.dtype, device=self._device) for slot in slots]
         stops = [slot.stop for slot in slots]
         for first, run in handle.gather_runs(self._unit.name):
@@ -159,7 +160,7 @@ class StateDictSaving:
 
     def _chunks_of(self, handle: FlatParamGroup) -> list[Tensor]:
         groups, layout = self._wrapper._groups, handle.layout
-        if self._unit.phase in SHOWN_ON_ALL_RANKS:
+        if self._unit.phase in SUMMONED_ON_ALL_RANKS:
             chunks = [chunk_of(slot, groups.shard_rank, layout.world) for slot in layout.slots]
             full_tensors = _summoned_tensors(handle)
             return [
@@ -215,7 +216,7 @@ class StateDictSaving:
             key = prefix + name
             if key not in state_dict:  # not all buffers are persistent
                 continue
-            if self._is_left_out:
+            if self._gets_no_values:
                 del state_dict[key]
                 continue
             if self._config.offload_to_cpu:
@@ -231,11 +232,11 @@ def write_back_and_reshard(unit: Unit[FlatParamGroup], kind: StateDictType) -> N
         AssertionError: the unit is inside a forward or backward.
         RuntimeError: its parameters are unsharded, and shards are requested.
     """
-    if unit.phase not in (Phase.IDLE, *SHOWN):
+    if unit.phase not in (Phase.IDLE, *SUMMONED):
         raise AssertionError(
             f"the state of {unit.name} cannot be saved or loaded during its {unit.phase.value}"
         )
-    if unit.phase in SHOWN and kind is StateDictType.LOCAL_STATE_DICT:
+    if unit.phase in SUMMONED and kind is StateDictType.LOCAL_STATE_DICT:
         raise RuntimeError(
             f"LOCAL_STATE_DICT saves shards, but the parameters of {unit.name} are unsharded inside "
             "summon_full_params(); leave the context first"

@@ -19,8 +19,8 @@ class StandIn(ShardedPlaceholder):
     """Tensor with a parameter's shape and no elements. It keeps a value that is copied into it as its `source`."""
 
     source: Any
-    owner: Any  # creator
-    parallel: ParallelLayout | None = None  # set for a DTensor
+    owner: Any  # the save or load of a unit that has created it
+    parallel: ParallelLayout | None = None  # set if the parameter is a DTensor
 
     @classmethod
     def create(
@@ -58,9 +58,7 @@ class StandIn(ShardedPlaceholder):
         return stand_in
 
     def keep(self, value: Any) -> None:
-        """Keep the value as source. If it is not a tensor, keep this rank's piece, which the owner extracts.
-
-        Lazy loaders pass other values than tensors.
+        """Keep the value as source, or this rank's piece of it if it is an object that a lazy loader reads when copied.
 
         Raises:
             TypeError: the value is sharded over ranks and an unsharded tensor is expected, or the reverse.
@@ -72,6 +70,7 @@ class StandIn(ShardedPlaceholder):
                 f"{type(value).__name__}; convert an unsharded tensor by torch.distributed.tensor.distribute_tensor"
             )
         if not isinstance(value, Tensor):
+            # Keep only a piece, because the unsharded values of all parameters may not fit into memory.
             unsharded = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="cpu")
             self.source = self.owner.piece_of(unsharded.copy_(value), self._name)
             return

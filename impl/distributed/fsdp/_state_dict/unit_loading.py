@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from impl.distributed.fsdp._engine.phase import SHOWN, Phase
+from impl.distributed.fsdp._engine.phase import SUMMONED, Phase
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_slots import Slot
@@ -63,7 +63,7 @@ class UnitLoading:
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_sharded(state_dict, prefix)
         stand_ins = {handle: stand_ins_for(handle, self) for handle in self._unit.param_groups}
-        has_own = self._wrapper._use_orig_params and self._unit.phase not in SHOWN
+        has_own = self._wrapper._use_orig_params and self._unit.phase not in SUMMONED
         if has_own and self._kind is StateDictType.FULL_STATE_DICT:
             self._replace_own_parameters(state_dict, prefix, stand_ins)
         for handle in self._unit.param_groups:
@@ -137,7 +137,7 @@ class UnitLoading:
             if self._goes_to_first_rank(handle):
                 self._show(handle, {index: sources[index] for index in present})
                 continue
-            is_summoned, shard = self._unit.phase in SHOWN, handle.flat_param.detach()
+            is_summoned, shard = self._unit.phase in SUMMONED, handle.flat_param.detach()
             if is_summoned and handle.is_sharded:
                 # The end of summon_full_params decides whether the summoned values are kept.
                 shard = shard.clone()

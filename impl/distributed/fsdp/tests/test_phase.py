@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from impl.distributed.fsdp._engine.phase import _NEXT, _REFUSED, SHOWN, Move, Phase, next_phase
+from impl.distributed.fsdp._engine.phase import _NEXT, _REFUSED, SUMMONED, Move, Phase, next_phase
 
 PAIRS = set(itertools.product(Phase, Move))
 
@@ -39,4 +39,4 @@ def test_every_phase_is_reached_and_left() -> None:
 
 
 def test_end_of_summoning_returns_to_idle() -> None:
-    assert {_NEXT[phase, Move.END_SUMMON] for phase in SHOWN} == {Phase.IDLE}
+    assert {_NEXT[phase, Move.END_SUMMON] for phase in SUMMONED} == {Phase.IDLE}
