@@ -192,7 +192,7 @@ def updates_of(optimizer: Optimizer, copies: Mapping[int, Tensor]) -> Generator[
     try:
         yield lists.collect(optimizer, copies)
     finally:
-        lists.let_go()
+        lists.release()
 
 
 def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
@@ -277,9 +277,7 @@ class _Lists:
 
     def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
         groups = self.list_cache.groups()
-        new_buckets = [
-            bucket for group_lists in groups if not group_lists.replays for bucket in group_lists.buckets
-        ]
+        new_buckets = [b for lists in groups if not lists.guards_have_held for b in lists.buckets]
         if sum(_place_counters(optimizer, bucket) for bucket in new_buckets):
             groups = self.list_cache.groups()
         runs = self._joined.collect(groups, copies)
@@ -287,15 +285,15 @@ class _Lists:
         previous, self._prepared = self._prepared, {}
         return [update for run in runs for update in self._of_run(run, previous.get(run.bucket), copies)]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop gradients and local tensors, or they would live through the next forward."""
-        self.list_cache.let_go_of_gradients()
-        self._joined.let_go_of_gradients()
+        self.list_cache.release_gradients()
+        self._joined.release_gradients()
         for prepared in self._prepared.values():
-            prepared.let_go()
+            prepared.release()
 
     def _pack_counters(self, runs: Sequence[JoinedBucket]) -> None:
-        buckets = [run.bucket for run in runs if run.replays]
+        buckets = [run.bucket for run in runs if run.guards_have_held]
         # Join all of them before the check: a counter in two buckets moves from the first buffer to the second.
         if sum(bucket.counters.pack() for bucket in buckets):
             for bucket in buckets:

@@ -26,7 +26,7 @@ class JoinedBucket(NamedTuple):
 
     group: dict[str, Any]  # the first of the groups
     bucket: Bucket
-    replays: bool  # whether the guards of all groups have held once
+    guards_have_held: bool  # whether the guards of all groups have held once
 
 
 class _Entry(NamedTuple):
@@ -63,13 +63,13 @@ class JoinedBuckets:
         self._previous, self._by_member = self._by_member, {}
         members = [(group_lists, bucket) for group_lists in groups for bucket in group_lists.buckets]
         if len(members) == 1:
-            return [JoinedBucket(members[0][0].group, members[0][1], members[0][0].replays)]
+            return [JoinedBucket(members[0][0].group, members[0][1], members[0][0].guards_have_held)]
         alike = [[*run] for _, run in groupby(members, lambda member: self._key(*member, copies))]
         runs = list(chain.from_iterable(map(self._join, alike)))
         self._previous = {}
         return runs
 
-    def let_go_of_gradients(self) -> None:
+    def release_gradients(self) -> None:
         for bucket in {entry.bucket for entry in self._by_member.values()}:
             bucket.grads.clear()
 
@@ -100,13 +100,13 @@ class JoinedBuckets:
         if len(members) == 1 or entry is None:
             self._by_member.update((bucket, _Entry(bucket, [bucket], None)) for _, bucket in members)
             return [
-                JoinedBucket(group_lists.group, bucket, group_lists.replays)
+                JoinedBucket(group_lists.group, bucket, group_lists.guards_have_held)
                 for group_lists, bucket in members
             ]
         self._by_member.update((bucket, entry) for _, bucket in members)
         entry.bucket.grads[:] = chain.from_iterable(bucket.grads for _, bucket in members)
-        replays = all(group_lists.replays for group_lists, _ in members)
-        return [JoinedBucket(members[0][0].group, entry.bucket, replays)]
+        guards_have_held = all(group_lists.guards_have_held for group_lists, _ in members)
+        return [JoinedBucket(members[0][0].group, entry.bucket, guards_have_held)]
 
     def _entry_of(self, buckets: list[Bucket]) -> _Entry | None:
         """Return the joined bucket, or None if two tensors may share memory, like a counter of several parameters."""

@@ -4,17 +4,17 @@
     for lists in cache.groups():     # one up-to-date `GroupLists` for each of `optimizer.param_groups`
         for bucket in lists.buckets:
             bucket.params, bucket.grads, bucket["exp_avgs"], bucket["state_steps"], bucket.counters
-    cache.let_go_of_gradients()      # after the step, or they would live through the next forward
+    cache.release_gradients()        # after the step, or they would live through the next forward
 
 `groups()` (or `group(g)` for a single group, beginning with the first) checks the guards, rebuilds the lists whose
 guard fails, and stores this step's gradients in them. A rebuild calls the optimizer's own `_init_group`, which
-initialises state and may raise. `cache.builds` counts builds, and `cache.because` is the reason for the last one.
+initialises state and may raise. `cache.builds` counts builds, and `cache.build_reason` is the reason for the last one.
 
 The lists of a `GroupLists` are named like the parameters of `_init_group` (`params_with_grad`, `grads`, `exp_avgs`, …)
 and only hold parameters with a gradient. Hyperparameters are not cached: read them from `lists.group` in each step.
 A `Bucket` has the tensors of one device and dtype. Its `counters` are the step counters. Advance them by
-`counters.advance()` before the update and call `counters.undo_advance(found_inf)` after it. If the group `replays` (its
-guards have held once) and `may_pack`, call `counters.pack()` first: it moves the counters into one buffer, while
+`counters.advance()` before the update and call `counters.undo_advance(found_inf)` after it. If the group's
+`guards_have_held` once and it `may_pack`, call `counters.pack()` first: it moves the counters into one buffer, while
 `state["step"]` stays the same tensor object.
 
 With `most_spares`, lists that do not fit this step's set of gradients are kept for a later step that they fit again.
@@ -134,9 +134,9 @@ class GroupLists:
         self.lists: list[list[Any]] = [[] for _ in names]
         self.returned: Any = plain_init_group(optimizer)(group, *self.lists)
         self.params, self.grads = self.lists[:2]
-        self.replays = False  # whether the guards have held once since
+        self.guards_have_held = False  # whether they have held in a step since
         # Number of consecutive steps in which the lists of this group have changed.
-        self.changes_in_a_row = 0
+        self.consecutive_changes = 0
         # Data of the cache's user that is valid as long as these lists.
         self.attached: Any = None
         self._shape, self._last_values = list_guard_values(group), list(group.values())
@@ -187,7 +187,7 @@ class GroupLists:
         for bucket in self.buckets:
             if bucket.places is not None:
                 bucket.take(grads)
-        self.replays = True
+        self.guards_have_held = True
         return None
 
     def _values_now(self) -> Iterator[object]:
@@ -202,7 +202,7 @@ class GroupLists:
         self._last_values = values
         return None
 
-    def let_go_of_gradients(self) -> None:
+    def release_gradients(self) -> None:
         self.grads.clear()
         for bucket in self.buckets:
             bucket.grads.clear()
@@ -243,9 +243,10 @@ class ListCache:
         self._spares: dict[int, dict[bytes, GroupLists]] = {}
         # Keys and values of `optimizer.state` at the last check in which all groups' states were unchanged.
         self._checked_state: tuple[list[object], list[object]] | None = None
-        self._why_none = self._why_empty = "it is the first step"
+        # Reasons of the next build: of a group without lists, and of any group while there are no lists at all.
+        self._reason_if_missing = self._reason_if_empty = "it is the first step"
         self.builds = 0
-        self.because = "there was no step yet"
+        self.build_reason = "there was no step yet"
 
     def groups(self) -> list[GroupLists]:
         """Return every group's lists, up to date."""
@@ -258,7 +259,7 @@ class ListCache:
             self._check_state(optimizer)
         group_lists = self._by_group.get(id(group))
         if group_lists is None:
-            return self._build(optimizer, group, self._why_none)
+            return self._build(optimizer, group, self._reason_if_missing)
         if (reason := group_lists.take_gradients()) is None:
             return group_lists
         return self._exchange(group, group_lists) or self._build(optimizer, group, reason)
@@ -267,16 +268,16 @@ class ListCache:
         """Return the cached lists without checking them."""
         return [*self._by_group.values()]
 
-    def let_go_of_gradients(self) -> None:
+    def release_gradients(self) -> None:
         for group_lists in self._by_group.values():
-            group_lists.let_go_of_gradients()
+            group_lists.release_gradients()
 
     def forget(self, reason: str) -> None:
         """Drop all lists. The next step builds new ones for this reason."""
         self._by_group.clear()
         self._spares.clear()
         if self.builds:
-            self._why_empty = reason
+            self._reason_if_empty = reason
 
     def _exchange(self, group: dict[str, Any], group_lists: GroupLists) -> GroupLists | None:
         """Keep lists that do not fit as spares. Return the spares that fit, up to date, or None."""
@@ -303,19 +304,20 @@ class ListCache:
     def _build(self, optimizer: Optimizer, group: dict[str, Any], reason: str) -> GroupLists:
         previous = self._by_group.pop(id(group), None)
         self._checked_state = None
-        self._why_empty = reason  # reason of the next build if this one raises
+        self._reason_if_empty = reason  # reason of the next build if this one raises
         group_lists = GroupLists(optimizer, group, self._names, self._with_layouts)
         if previous is not None:
-            group_lists.changes_in_a_row = 1 if previous.replays else previous.changes_in_a_row + 1
+            changes_before = 0 if previous.guards_have_held else previous.consecutive_changes
+            group_lists.consecutive_changes = changes_before + 1
         self._keep_lists(group, group_lists)
         self.builds += 1
-        self.because = reason
+        self.build_reason = reason
         return group_lists
 
     def _check_state(self, optimizer: Optimizer) -> None:
         """Drop the lists of removed groups, and of parameters whose state dictionary was replaced."""
         state = optimizer.state
-        self._why_none = "a group was added" if self._by_group else self._why_empty
+        self._reason_if_missing = "a group was added" if self._by_group else self._reason_if_empty
         if len(self._by_group) > len(optimizer.param_groups):
             self._keep(set(map(id, optimizer.param_groups)), "there are fewer groups")
         if self._checked_state is not None:
@@ -337,7 +339,7 @@ class ListCache:
         if keys != self._by_group.keys():
             self._by_group = {key: group_lists for key, group_lists in self._by_group.items() if key in keys}
             self._spares = {key: spares for key, spares in self._spares.items() if key in keys}
-            self._why_none = reason
+            self._reason_if_missing = reason
 
     def _alive(self) -> Optimizer:
         optimizer = self._optimizer()

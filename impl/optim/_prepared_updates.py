@@ -41,7 +41,7 @@ class Prepared:
         )
         return (self.parameters, bucket.grads) if is_valid else None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Keep the tensors, which are the optimizer's own."""
 
 
@@ -87,7 +87,7 @@ class PreparedShards:
             self.parameters.memory.reuse(self.places)
         return self.parameters, grads
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the local tensors, because their owner may replace them to free memory."""
         if self.parameters is not None:
             self.places = self.parameters.memory.known_places()

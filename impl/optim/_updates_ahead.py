@@ -30,9 +30,9 @@ from impl.optim._shards import UNSHARDED, Sharding, local_part, shardings_of
 from impl.optim._step_checks import register_step_check
 
 # Units whose gradients are on their way, so that the device has work while the host updates an earlier unit.
-_ON_THE_WAY = 2
+_MOST_WAITING = 2
 
-_open: WeakSet[Optimizer] = WeakSet()
+_open: WeakSet[Optimizer] = WeakSet()  # optimizers whose `UpdatesAhead` receives gradients
 
 _Key = tuple[ShardedHolder, Hashable]  # a holder, and a part of its parameters
 
@@ -55,7 +55,7 @@ class _Kind:
     group: int  # index
     dtype: torch.dtype
     grad_dtype: torch.dtype
-    power: int  # exponent of two of a chunk's elements in the joint norm
+    power: int  # the joint norm has chunks of 2**power elements
     cast_dtype: torch.dtype | None = None  # dtype in which the update stores the parameters too
 
 
@@ -81,6 +81,7 @@ class _Batch:
         self._writes: list[int] = []  # writes to each parameter before the update
         self._locals = [local_part(param) for param in params]
         self._states, self._steps = states, steps
+        # T = parameters of the batch
         self._step_T = torch.zeros(len(steps), dtype=torch.float32, device="cpu")
         self.update = UpdateAhead(Parameters(self._locals, states, self._step_T.unbind(), casts))
 
@@ -142,7 +143,7 @@ def _addresses(lists: Sequence[Any]) -> list[list[int]]:
     return [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
 
 
-class _Memory:
+class _Record:
     """State of an optimizer between its steps."""
 
     def __init__(self) -> None:
@@ -155,7 +156,7 @@ class _Memory:
         self.batches = {other: batch for other, batch in self.batches.items() if params.isdisjoint(other[1])}
 
 
-_memories: WeakKeyDictionary[Optimizer, _Memory] = WeakKeyDictionary()
+_records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
 
 
 class UpdatesAhead:
@@ -184,14 +185,14 @@ class UpdatesAhead:
         self._factor: float | None = factor if isinstance(factor, float) else None
         self._max_norm = max_norm
         self._casts_params = casts_params
-        self._memory = _memories.setdefault(optimizer, _Memory())
+        self._record = _records.setdefault(optimizer, _Record())
         # A step that is not taken finds out nothing else.
-        self._was_confident, self._memory.is_confident = self._memory.is_confident, False
+        self._was_confident, self._record.is_confident = self._record.is_confident, False
         self._holders: list[ShardedHolder] = []
         self._queue: deque[tuple[_Key, Sequence[tuple[Tensor, Tensor]], Callable[[], None]]] = deque()
         self._batches: dict[_Key, list[_Batch]] = {}
         self._received: set[_Key] = set()
-        self._read_again: set[_Key] = set()  # parameters that only the step may change
+        self._gathered_again: set[_Key] = set()  # parameters that only the step may change
         self._groups = {
             id(param): number
             for number, group in enumerate(optimizer.param_groups)
@@ -255,7 +256,7 @@ class UpdatesAhead:
             return
         self._received.add(key)
         self._queue.append((key, grads, wait))
-        while len(self._queue) > _ON_THE_WAY:
+        while len(self._queue) > _MOST_WAITING:
             self._handle_next()
 
     def _drop(self, key: _Key) -> None:
@@ -266,7 +267,7 @@ class UpdatesAhead:
 
     def before_gather(self, holder: ShardedHolder) -> None:
         keys = [key for key in self._received if key[0] is holder]
-        self._read_again.update(keys)
+        self._gathered_again.update(keys)
         for batch in [batch for key in keys for batch in self._batches.get(key, ())]:
             if batch.update.is_applied:
                 batch.update.undo()
@@ -280,7 +281,7 @@ class UpdatesAhead:
             casts = key[0].cast_shards({id(param) for param, _ in grads})
         self._batches[key] = self._batches_of(grads, casts)
         for batch in self._batches[key]:
-            self._handle(batch, may_update=key not in self._read_again)
+            self._handle(batch, may_update=key not in self._gathered_again)
 
     def _handle(self, batch: _Batch, *, may_update: bool) -> None:
         """Update a batch, or only take its squares if the step is likely to have another factor."""
@@ -290,9 +291,9 @@ class UpdatesAhead:
             squares = batch.apply(rule, factor)
         if squares is None:
             squares = kernels.squares_of_chunks(batch.grads, batch.power)
-        for address, of_tensor in (squares or {}).items():
-            self.squares[address] = of_tensor
-            self._square += sum(of_tensor.sums)
+        for address, tensor_squares in (squares or {}).items():
+            self.squares[address] = tensor_squares
+            self._square += sum(tensor_squares.sums)
 
     def _is_likely(self, factor: float) -> bool:
         """Return whether the step may have the assumed factor, as far as is known."""
@@ -344,11 +345,11 @@ class UpdatesAhead:
         local_states = [list(map(local_part, state)) for state in states]
         own_casts = [] if kind.cast_dtype is None else [casts[id(param)] for param in params]
         key = kind, tuple(map(id, params))
-        batch = self._memory.batches.get(key)
+        batch = self._record.batches.get(key)
         if batch is None or not batch.has(params, local_states, steps, own_casts):
-            self._memory.forget(key)
+            self._record.forget(key)
             batch = _Batch(params, local_states, steps, own_casts, kind.power)
-            self._memory.batches[key] = batch
+            self._record.batches[key] = batch
         return batch
 
     def finish(self, update: AppliedUpdate, rule: Rule, factor: Tensor) -> UpdateBackend:
@@ -356,7 +357,7 @@ class UpdatesAhead:
         indices = {id(param): index for index, param in enumerate(update.params)}
         is_rest = [True] * len(indices)
         number = float(factor)
-        self._memory.is_confident = number == self._known_factor()
+        self._record.is_confident = number == self._known_factor()
         for batch in self._all_batches():
             if not batch.update.is_applied or id(batch.params[0]) not in indices:
                 continue
@@ -411,7 +412,7 @@ def _numel(batch: _Batch) -> int:
 
 
 def _powers_of(params: Sequence[Tensor]) -> dict[int, int]:
-    """Return the power of two that a chunk of the joint norm has elements, by `id` of a parameter.
+    """Return for each parameter, by `id`, the power of two that is the size of chunks in the joint norm.
 
     It is that of `impl.kernels.checked_norm` if all trained parameters get a gradient.
     """

@@ -116,12 +116,12 @@ class _Capture:
         # A graph needs counters that stay where they are.
         self.list_cache.most_spares = 0 if self.wants_graphs else _SPARES
         group_lists = self.list_cache.group(group)
-        if group_lists.changes_in_a_row >= _RESTLESS:
+        if group_lists.consecutive_changes >= _RESTLESS:
             self.pause = _PAUSE
         try:
             self._run(optimizer, group_lists, lists)
         finally:
-            group_lists.let_go_of_gradients()
+            group_lists.release_gradients()
         return group_lists.returned
 
     def _pauses(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -146,7 +146,7 @@ class _Capture:
             return
         grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for bucket, step in zip(group_lists.buckets, steps, strict=True):
-            if group_lists.replays and group_lists.may_pack:
+            if group_lists.guards_have_held and group_lists.may_pack:
                 bucket.counters.pack()
             step(group_lists.group, grad_scale, found_inf)
 
@@ -303,14 +303,12 @@ def explain(optimizer: Optimizer) -> Explanation:
     if captured.compiled:
         return Explanation(False, implementation, _COMPILED, list_cache.builds, graph, compiled=True)
     if captured.pause:
-        reason = (
-            f"its lists changed {_RESTLESS} times in succession, the last time because {list_cache.because}"
-        )
+        reason = f"its lists changed {_RESTLESS} times in succession, the last time because {list_cache.build_reason}"
         reason += f"; it is tried again after {captured.pause} steps"
         return Explanation(False, implementation, reason, list_cache.builds, graph)
     if any(update.reads_settings for update in captured.graphed() or ()):
         implementation += ", lr a float32 on the device"
-    return Explanation(True, implementation, list_cache.because, list_cache.builds, graph)
+    return Explanation(True, implementation, list_cache.build_reason, list_cache.builds, graph)
 
 
 def _explain_graph(captured: _Capture, implementation: str) -> GraphExplanation:

@@ -41,7 +41,7 @@ def deaf_to(*reasons: str) -> Patch:
             self.grads[:] = grads
             for bucket in self.buckets:
                 bucket.grads[:] = bucket._own(grads)
-            self.replays = True
+            self.guards_have_held = True
             return None
 
         patch.setattr(GroupLists, "take_gradients", take)

@@ -237,7 +237,7 @@ def train_with_biases_frozen_in_turn(rank: Rank) -> tuple[int, int]:
         with scaler.overlapped_step(optimizer) as result:
             scaler.scale(model(torch.ones(2, 4)).sum()).backward()
     assert result.early_numel
-    batches = _updates_ahead._memories[optimizer].batches.values()
+    batches = _updates_ahead._records[optimizer].batches.values()
     saved = sum(param.numel() for batch in batches for param in batch.params)
     return sum(param.numel() for param in model.parameters()), saved
 
