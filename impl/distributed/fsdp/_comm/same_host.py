@@ -58,7 +58,7 @@ class SameHostPeers:
         self.all_gather_rows([rows], complete)
 
     def all_gather_rows(self, outputs: Sequence[Tensor], complete: Complete) -> None:
-        with self._offered([output[self.rank] for output in outputs], complete) as addresses:
+        with self._offering([output[self.rank] for output in outputs], complete) as addresses:
             for peer in self._peers():
                 for address, output in zip(addresses[peer], outputs, strict=True):
                     self._read(peer, address, output[peer])
@@ -67,14 +67,14 @@ class SameHostPeers:
         local = buffer.view(len(self.pids), -1)[self.rank]
         length = _CHUNK_BYTES // shard.itemsize
         terms = shard.new_empty(len(self.pids), min(length, shard.numel()))
-        with self._offered([buffer], complete) as addresses:
+        with self._offering([buffer], complete) as addresses:
             for start in range(0, shard.numel(), length):
                 total = shard[start : start + length]
-                now = terms[:, : total.numel()]
+                peer_terms = terms[:, : total.numel()]
                 offset = self.rank * shard.nbytes + start * shard.itemsize
                 for peer in self._peers():
-                    self._read(peer, addresses[peer][0] + offset, now[peer])
-                _add_up(now, self.rank, local[start : start + length], total)
+                    self._read(peer, addresses[peer][0] + offset, peer_terms[peer])
+                _add_up(peer_terms, self.rank, local[start : start + length], total)
 
     def _peers(self) -> Iterator[int]:
         """Return the other ranks, from the next rank on, so that not all read the same memory at once."""
@@ -82,7 +82,7 @@ class SameHostPeers:
         return ((self.rank + distance) % size for distance in range(1, size))
 
     @contextmanager
-    def _offered(self, offered: Sequence[Tensor], complete: Complete) -> Generator[list[list[int]]]:
+    def _offering(self, offered: Sequence[Tensor], complete: Complete) -> Generator[list[list[int]]]:
         """Context manager that yields the addresses of each rank's tensors, and exits when all ranks have read."""
         addresses, nbytes = (
             [tensor.data_ptr() for tensor in offered],
@@ -96,7 +96,7 @@ class SameHostPeers:
         _exchange_numbers(self.group, [0], complete)
 
     def _read(self, peer: int, address: int, into: Tensor) -> None:
-        if not _is_read(self.pids[peer], address, into):
+        if not _copy_memory(self.pids[peer], address, into):
             reason = (
                 os.strerror(ctypes.get_errno()) if ctypes.get_errno() else "it ends before the offered data"
             )
@@ -130,9 +130,9 @@ def _probe(group: dist.ProcessGroup, complete: Complete) -> tuple[int, ...] | No
     must_send = os.environ.get("TORCH_DIST_NAN_CHECK") == "1"
     reads_all = (
         not must_send
-        and _reader() is not None
+        and _process_vm_readv() is not None
         and all(
-            kernel == here and _is_read(pid, address, copy) and int(copy) == number
+            kernel == here and _copy_memory(pid, address, copy) and int(copy) == number
             for kernel, pid, address, number in rows
         )
     )
@@ -171,7 +171,7 @@ def _kernel_id() -> int:
 
 
 @functools.cache
-def _reader() -> Callable[..., int] | None:
+def _process_vm_readv() -> Callable[..., int] | None:
     """Return Linux's `process_vm_readv`, which leaves its error in `ctypes.get_errno()`."""
     if sys.platform != "linux":
         return None
@@ -184,15 +184,15 @@ def _reader() -> Callable[..., int] | None:
         return None
 
 
-def _is_read(pid: int, address: int, into: Tensor) -> bool:
+def _copy_memory(pid: int, address: int, into: Tensor) -> bool:
     """Copy another process's memory into a tensor. Return False if that fails."""
-    reader = _reader()
+    reader = _process_vm_readv()
     assert reader is not None
-    done, total = 0, into.nbytes
-    while done < total:
-        here, there = (_Span(start + done, total - done) for start in (into.data_ptr(), address))
+    copied, total = 0, into.nbytes
+    while copied < total:
+        here, there = (_Span(start + copied, total - copied) for start in (into.data_ptr(), address))
         count = reader(pid, byref(here), 1, byref(there), 1, 0)
         if count <= 0:
             return False
-        done += count
+        copied += count
     return True

@@ -41,30 +41,30 @@ class DataDims:
                 "Expected param's DTensor mesh to be the same mesh passed to fully_shard, "
                 "but got different mesh objects"
             )
-        for kind, numbers in (("shard", self.shard), ("replicate", self.replicate)):
-            for number in numbers:
-                if not isinstance(placements[number], Replicate):
+        for kind, dims in (("shard", self.shard), ("replicate", self.replicate)):
+            for mesh_dim in dims:
+                if not isinstance(placements[mesh_dim], Replicate):
                     raise ValueError(
-                        f"Expected Replicate() on DP {kind} dim '{_names_of(mesh)[number]}' (index {number}) "
-                        f"but got {placements[number]}"
+                        f"Expected Replicate() on DP {kind} dim '{_names_of(mesh)[mesh_dim]}' (index {mesh_dim}) "
+                        f"but got {placements[mesh_dim]}"
                     )
 
     def reduced(self, of_grad: Sequence[Placement], of_param: Sequence[Placement]) -> tuple[Placement, ...]:
         """Return the placements to redistribute a gradient to. The unit itself sums over these dimensions."""
         own = {*self.shard, *self.replicate}
         pairs = enumerate(zip(of_grad, of_param, strict=True))
-        return tuple(grad if number in own else param for number, (grad, param) in pairs)
+        return tuple(grad if mesh_dim in own else param for mesh_dim, (grad, param) in pairs)
 
     def spec(self, placements: Sequence[Placement], dim: int, meta: TensorMeta) -> DTensorSpec:
         """Return the DTensor spec of a parameter that is sharded in dimension `dim`."""
         sharded = list(placements)
-        for number in self.shard:
+        for mesh_dim in self.shard:
             # Number of shards that later mesh dimensions make of the same dimension of the parameter.
             finer = 1
-            for later in range(number + 1, self.whole.ndim):
+            for later in range(mesh_dim + 1, self.whole.ndim):
                 if getattr(placements[later], "dim", None) == dim:
                     finer *= self.whole.size(later)
-            sharded[number] = _StridedShard(dim, split_factor=finer) if finer > 1 else Shard(dim)
+            sharded[mesh_dim] = _StridedShard(dim, split_factor=finer) if finer > 1 else Shard(dim)
         if len(self.shard) <= 1:
             return DTensorSpec(self.whole, tuple(sharded), tensor_meta=meta)
         return self._spec_of_one_dimension(sharded, meta)
@@ -73,13 +73,13 @@ class DataDims:
         """Return the spec with the sharding dimensions flattened into one, at the place of the first of them."""
         meshes: list[DeviceMesh] = []
         combined: list[Placement] = []
-        for number, name in enumerate(_names_of(self.whole)):
-            if number == min(self.shard):
+        for mesh_dim, name in enumerate(_names_of(self.whole)):
+            if mesh_dim == min(self.shard):
                 meshes.append(self.mesh)
-                combined += [*((Replicate(),) if self.replicate else ()), sharded[number]]
-            elif number not in (*self.shard, *self.replicate):
+                combined += [*((Replicate(),) if self.replicate else ()), sharded[mesh_dim]]
+            elif mesh_dim not in (*self.shard, *self.replicate):
                 meshes.append(self.whole[name])
-                combined.append(sharded[number])
+                combined.append(sharded[mesh_dim])
         return DTensorSpec(DeviceMesh._concatenate(meshes), tuple(combined), tensor_meta=meta)
 
 

@@ -154,7 +154,7 @@ def test_verdict_between_the_check_and_the_collective_refuses_it(monkeypatch: py
     checker, issued = CollectiveOrderChecker(), list[str]()
     monitor: Any = SimpleNamespace(
         verdict="",
-        has_settled=False,
+        has_completed_pending=False,
         entered=EnteredCollectives(),
         refusal=lambda group: RuntimeError("differ"),
     )

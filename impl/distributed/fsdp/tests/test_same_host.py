@@ -146,14 +146,14 @@ def test_parameters_are_read_to_where_they_belong(ranks: Callable[..., RankPool]
 
 def meet_one_that_cannot_read(rank: Rank, *, blind: int) -> bool:
     """Whether this rank would read the others' memory."""
-    reader = same_host._reader
+    reader = same_host._process_vm_readv
     if rank.rank == blind:
-        same_host._reader = lambda: None
+        same_host._process_vm_readv = lambda: None
     try:
         with _new_group() as (_, peers):
             return peers is not None
     finally:
-        same_host._reader = reader
+        same_host._process_vm_readv = reader
 
 
 @pytest.mark.parametrize("blind", [0, 2])

@@ -56,8 +56,8 @@ from impl.distributed.fsdp._comm.desync.monitor import CollectiveHistory, Desync
 from impl.distributed.fsdp._comm.group_collectives import blocks_host
 from impl.distributed.fsdp._comm.transport import Complete, OwnFault, issue_and_wait
 
-_SLICE = timedelta(seconds=0.25)
-_MEETING_S = 10.0
+_WAIT_SLICE = timedelta(seconds=0.25)
+_RENDEZVOUS_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.05
 # The collectives that followed a collective, each with the collectives that followed it.
 _Followers = dict[str, "_Followers"]
@@ -119,7 +119,7 @@ class CollectiveOrderChecker:
         self.note(entry, group, device)
         monitor = self._monitor
         # `note` let a settled group pass, which only saves. A verdict that arrives after `note` is no permission.
-        if monitor is None or monitor.has_settled or not self._blocks_host(group, device):
+        if monitor is None or monitor.has_completed_pending or not self._blocks_host(group, device):
             steps(issue_and_wait)
             return
         try:
@@ -147,12 +147,12 @@ class CollectiveOrderChecker:
         if monitor is None:
             return
         if monitor.verdict:
-            if _is_saving.get() and monitor.has_settled:
+            if _is_saving.get() and monitor.has_completed_pending:
                 return
             raise monitor.refusal(group)
         known = self._known.get(entry)
         if (known is None or awaits_all) and self._blocks_host(group, device):
-            self._meet(entry, monitor, group, awaits_all)
+            self._compare_at_once(entry, monitor, group, awaits_all)
         if known is None:
             known = self._known[entry] = self._followers.setdefault(entry, {})
         self._history.thread = threading.get_ident()
@@ -199,7 +199,9 @@ class CollectiveOrderChecker:
             # Stop at exit too. A thread that is inside the store when the interpreter ends would abort the process.
             weakref.finalize(group, self._monitor.stop)
 
-    def _meet(self, entry: str, monitor: DesyncMonitor, group: dist.ProcessGroup, awaits_all: bool) -> None:
+    def _compare_at_once(
+        self, entry: str, monitor: DesyncMonitor, group: dist.ProcessGroup, awaits_all: bool
+    ) -> None:
         """Compare before anything is sent. Wait for the other ranks if they may know a follower and not come here."""
         number = self._history.now.stop
         store = monitor.store
@@ -208,7 +210,7 @@ class CollectiveOrderChecker:
             if first != entry:
                 monitor.report_difference(entry, rank, first)
             elif self._known or awaits_all:
-                self._history.meetings.add(number)
+                self._history.rendezvous.add(number)
                 store.count_up(f"met/{number}")
                 if rank == store.rank:
                     monitor.announce_rendezvous(number, entry)
@@ -220,7 +222,7 @@ class CollectiveOrderChecker:
             raise monitor.refusal(group)
 
     def _wait_for_all(self, number: int, monitor: DesyncMonitor) -> None:
-        end = time.monotonic() + _MEETING_S
+        end = time.monotonic() + _RENDEZVOUS_S
         pause_s = _FIRST_PAUSE_S
         while not monitor.verdict and time.monotonic() < end:
             if monitor.store.counted(f"met/{number}") >= monitor.store.size:
@@ -258,18 +260,18 @@ def _complete(
 
 def _wait(monitor: DesyncMonitor, work: dist.Work) -> None:
     try:
-        work.wait(_SLICE)
+        work.wait(_WAIT_SLICE)
         return
     except RuntimeError:
         pass
     until = float("inf")
     while not work.is_completed() and time.monotonic() < until:
-        if monitor.has_lost_the_keeper or (monitor.verdict and not monitor.peers_complete_collectives):
+        if monitor.has_lost_store or (monitor.verdict and not monitor.peers_complete_collectives):
             raise RuntimeError(monitor.verdict)
         if monitor.verdict:
-            until = min(until, time.monotonic() + _MEETING_S)
+            until = min(until, time.monotonic() + _RENDEZVOUS_S)
         with contextlib.suppress(RuntimeError):
-            work.wait(_SLICE)
+            work.wait(_WAIT_SLICE)
     if not work.is_completed():
         raise RuntimeError(monitor.verdict)
     work.wait()

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 # Collectives that no rank leaves before all ranks have entered them, and that do nothing else. Collectives of objects
 # are left out: they still unpickle when other ranks have gone on, and wait only inside one of these.
-_MEETINGS = frozenset(
+_SYNCHRONISING = frozenset(
     {
         "all_gather",
         "all_gather_into_tensor",
@@ -78,7 +78,7 @@ def foreign_collective(thread: int) -> ForeignCollective | None:
     frame: Any = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename == distributed_c10d.__file__ and code.co_name in _MEETINGS:
+        if code.co_filename == distributed_c10d.__file__ and code.co_name in _SYNCHRONISING:
             try:
                 ranks = dist.get_process_group_ranks(frame.f_locals.get("group"))
             except (KeyError, ValueError):  # the group was destroyed

@@ -37,16 +37,16 @@ WITHOUT = " without "
 # Entry of a unit whose parameters were kept unsharded and written to since.
 GATHERED_AGAIN = "gathered again, since its shard was written to,"
 
-_LOOK_S = 0.25  # pause between reads of the store
+_POLL_S = 0.25  # pause between reads of the store
 # Limit for all ranks of a group together, because one process serves the store.
-_LOOKS_A_SECOND = 256
+_POLLS_A_SECOND = 256
 _ANSWER_S = 3.0  # time for an answer of a live rank, also on a busy machine
 _STUCK_S = 1.0  # shortest time in a user's collective that counts as waiting
 _LONG_S = 5.0  # limit of a collective, and of a comparison
-_SETTLING_LOOK_S = 0.01
+_VERDICT_POLL_S = 0.01
 _KEPT_SPANS = 64
 _KEPT_STEPS = 8  # steps kept in the store by the rank that ended them first
-_NAMED_RANKS = 4
+_MOST_NAMED_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class CollectiveHistory:
         self.now = CollectiveSpan(0)
         self.thread = 0  # id of the thread that issued the last collective
         # Collectives before which this rank itself reports to the others that it has arrived.
-        self.meetings: set[int] = set()
+        self.rendezvous: set[int] = set()
         self._kept = deque([self.now], maxlen=_KEPT_SPANS)
 
     def close(self) -> CollectiveSpan:
@@ -106,26 +106,26 @@ class DesyncMonitor:
         self.verdict = ""  # reason to refuse this group's collectives from now on
         # The verdict names a difference between live ranks, all of which will raise.
         self.peers_complete_collectives = False
-        self.has_lost_the_keeper = False  # a pending collective will never complete
+        self.has_lost_store = False  # a pending collective will never complete
         self.entered = EnteredCollectives()
         # Number of the message that every rank answers with its pending collective.
         self._verdict_number = 0
         self._has_refused = False  # raised the verdict on this rank
-        self.has_settled = False  # pending collectives of other ranks were completed
+        self.has_completed_pending = False  # pending collectives of other ranks were completed
         self._history = history
         self._ranks = ranks
-        self._logs = host_may_wait_unseen
-        self._look_s = max(_LOOK_S, store.size / _LOOKS_A_SECOND)
-        # A None stops the thread.
-        self._closed: queue.SimpleQueue[CollectiveSpan | None] = queue.SimpleQueue()
-        self._turn = threading.Semaphore(1)
-        self._is_over = False
+        self._logs_verdict = host_may_wait_unseen
+        self._poll_s = max(_POLL_S, store.size / _POLLS_A_SECOND)
+        # Spans of ended steps. A None stops the thread.
+        self._to_compare: queue.SimpleQueue[CollectiveSpan | None] = queue.SimpleQueue()
+        self._may_compare = threading.Semaphore(1)  # free once the previous span is compared
+        self._has_ended = False  # whether the thread has
         self._steps = 0
         self._published: deque[int] = deque()
-        self._pending: list[Any] = []  # spans that this rank has not reached yet
+        self._unreached: list[Any] = []  # messages with spans that this rank has not reached yet
         self._position = (0, 0.0)  # number of issued collectives, and since when
         # The user's collective in which the host waits, and since when.
-        self._elsewhere: tuple[ForeignCollective | None, float] = (None, 0.0)
+        self._foreign_wait: tuple[ForeignCollective | None, float] = (None, 0.0)
         self._thread = threading.Thread(target=self._run, name="FSDP's order of collectives", daemon=True)
         self._thread.start()
 
@@ -133,18 +133,18 @@ class DesyncMonitor:
 
     def compare(self, span: CollectiveSpan) -> None:
         """Compare in the background, after the previous span is compared."""
-        if not self._is_over:
-            self._turn.acquire(timeout=_LONG_S)
-            self._closed.put(span)
+        if not self._has_ended:
+            self._may_compare.acquire(timeout=_LONG_S)
+            self._to_compare.put(span)
 
     def stop(self) -> None:
-        self._closed.put(None)
+        self._to_compare.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_ANSWER_S)
 
     def announce_rendezvous(self, number: int, entry: str) -> None:
         """Ask the monitors of ranks that issue another collective at this number to report it."""
-        self._post("meeting", start=number, entries=[entry])
+        self._post("rendezvous", start=number, entries=[entry])
 
     def report_difference(self, entry: str, rank: int, other_entry: str) -> None:
         problem, cure = describe_difference(entry, other_entry)
@@ -159,18 +159,18 @@ class DesyncMonitor:
 
         The errors of later calls name the cure, because another model may have used the group before.
         """
-        if self.peers_complete_collectives and not self.has_settled:
-            self.has_settled = True
+        if self.peers_complete_collectives and not self.has_completed_pending:
+            self.has_completed_pending = True
             with contextlib.suppress(RuntimeError):  # the verdict matters, not that a peer is gone
-                self._settle(group)
+                self._complete_pending(group)
         is_repeated, self._has_refused = self._has_refused, True
         cure = "\nThis process group shards no more models; make a new one by torch.distributed.new_group()"
         return RuntimeError(f"{self.verdict}{cure if is_repeated else ''}")
 
-    def _settle(self, group: dist.ProcessGroup) -> None:
+    def _complete_pending(self, group: dist.ProcessGroup) -> None:
         end = time.monotonic() + _LONG_S
-        while not self._verdict_number and not self._is_over and time.monotonic() < end:
-            time.sleep(_SETTLING_LOOK_S)
+        while not self._verdict_number and not self._has_ended and time.monotonic() < end:
+            time.sleep(_VERDICT_POLL_S)
         if self._verdict_number:
             descriptions = self.store.collect_replies(self._verdict_number, within_s=_LONG_S)
             if len(descriptions) == self.store.size:
@@ -185,7 +185,7 @@ class DesyncMonitor:
             now = self._history.now
             self._post("span", start=now.start, entries=now.entries)
             answers = self.store.collect_replies(
-                self._post("call"), within_s=max(_ANSWER_S, 3 * self._look_s)
+                self._post("call"), within_s=max(_ANSWER_S, 3 * self._poll_s)
             )
             if not self.verdict:
                 self._publish_verdict(f"{failed}; {self._whereabouts(answers)}")
@@ -199,32 +199,32 @@ class DesyncMonitor:
         try:
             while True:
                 try:
-                    is_settling = self.peers_complete_collectives and not self._verdict_number
-                    span = self._closed.get(timeout=_SETTLING_LOOK_S if is_settling else self._look_s)
+                    awaits_answers = self.peers_complete_collectives and not self._verdict_number
+                    span = self._to_compare.get(timeout=_VERDICT_POLL_S if awaits_answers else self._poll_s)
                 except queue.Empty:
-                    self._look_at_the_clock()
+                    self._publish_if_stuck()
                     self._read_messages()
                     continue
                 if span is None:
                     return
                 self._compare(span)
                 self._read_messages()
-                self._turn.release()
+                self._may_compare.release()
         except dist.DistError as error:
             _log.debug("the order of collectives is not compared any more: %s", error)
             if isinstance(error, dist.DistNetworkError) and self.store.is_kept_by_rank_0 and 0 in self._ranks:
-                self._wait_for_what_was_sent()
-                self.has_lost_the_keeper = True
+                self._wait_for_last_spans()
+                self.has_lost_store = True
         finally:
-            self._is_over = True
-            self._turn.release()
+            self._has_ended = True
+            self._may_compare.release()
 
-    def _wait_for_what_was_sent(self) -> None:
+    def _wait_for_last_spans(self) -> None:
         """Wait for the last collectives of a rank that ended normally, which may still be in transit."""
         end = time.monotonic() + _LONG_S
         with contextlib.suppress(queue.Empty):
-            while self._closed.get(timeout=max(0.0, end - time.monotonic())) is not None:
-                self._turn.release()
+            while self._to_compare.get(timeout=max(0.0, end - time.monotonic())) is not None:
+                self._may_compare.release()
 
     def _compare(self, span: CollectiveSpan) -> None:
         step, self._steps = self._steps, self._steps + 1
@@ -233,7 +233,7 @@ class DesyncMonitor:
         if rank == self.store.rank:
             self._publish(step, span)
         elif first != digest:
-            self._judge(rank, CollectiveSpan(**json.loads(self.store.get(f"span/{step}"))))
+            self._compare_with(rank, CollectiveSpan(**json.loads(self.store.get(f"span/{step}"))))
 
     def _publish(self, step: int, span: CollectiveSpan) -> None:
         self.store.set(f"span/{step}", json.dumps({"start": span.start, "entries": span.entries}))
@@ -243,14 +243,14 @@ class DesyncMonitor:
             self.store.delete(f"step/{old}")
             self.store.delete(f"span/{old}")
 
-    def _judge(self, rank: int, other: CollectiveSpan) -> bool:
+    def _compare_with(self, rank: int, other: CollectiveSpan) -> bool:
         """Return whether another rank's span equals this rank's, as far as both have come."""
         difference = self._history.difference(other)
         if difference is not None:
             self.report_difference(difference[0], rank, difference[1])
         return difference is None
 
-    def _look_at_the_clock(self) -> None:
+    def _publish_if_stuck(self) -> None:
         """Publish a step that does not make progress."""
         now, (position, since_s) = self._history.now, self._position
         if now.stop != position:
@@ -260,14 +260,14 @@ class DesyncMonitor:
             self._position = (position, float("inf"))
 
     def _read_messages(self) -> None:
-        messages = [*self._pending, *self.store.new_messages()]
-        self._pending = [message for message in messages if not self._is_done_with(*message)]
+        messages = [*self._unreached, *self.store.new_messages()]
+        self._unreached = [message for message in messages if not self._has_handled(*message)]
 
-    def _is_done_with(self, number: int, message: Any) -> bool:
+    def _has_handled(self, number: int, message: Any) -> bool:
         rank = message["rank"]
         match message["kind"]:
             case "verdict":
-                self._adopt(message["text"], is_difference=message["is_difference"])
+                self._set_verdict(message["text"], is_difference=message["is_difference"])
                 if self.peers_complete_collectives and not self._verdict_number:
                     self.store.answer(number, self.entered.describe_pending())
                     self._verdict_number = number
@@ -279,10 +279,10 @@ class DesyncMonitor:
                 other = CollectiveSpan(message["start"], message["entries"])
                 # Read this first, because this rank goes on meanwhile.
                 has_come_to_it = self._history.now.stop >= other.stop
-                is_same = self._judge(rank, other)
+                is_same = self._compare_with(rank, other)
                 if not has_come_to_it:
                     return not is_same or self._report_foreign_wait(rank, other)
-                if kind == "meeting" and is_same and other.start not in self._history.meetings:
+                if kind == "rendezvous" and is_same and other.start not in self._history.rendezvous:
                     self.store.count_up(f"met/{other.start}")
             case _:
                 pass
@@ -290,12 +290,12 @@ class DesyncMonitor:
 
     def _report_foreign_wait(self, rank: int, other: CollectiveSpan) -> bool:
         """Report this rank if it waits in a user's collective for a rank that waits for it. Return whether it does."""
-        now_s, (earlier, since_s) = time.monotonic(), self._elsewhere
-        current = None if self._logs else foreign_collective(self._history.thread)
+        now_s, (earlier, since_s) = time.monotonic(), self._foreign_wait
+        current = None if self._logs_verdict else foreign_collective(self._history.thread)
         if current is None or current != earlier:
-            self._elsewhere = (current, now_s)
+            self._foreign_wait = (current, now_s)
             return False
-        waits_for_it = self._ranks[rank] in current.ranks and now_s - since_s >= max(_STUCK_S, self._look_s)
+        waits_for_it = self._ranks[rank] in current.ranks and now_s - since_s >= max(_STUCK_S, self._poll_s)
         if not waits_for_it or self._history.now.stop >= other.stop:
             return False
         self._publish_verdict(
@@ -310,15 +310,15 @@ class DesyncMonitor:
         return self.store.post({"kind": kind, "rank": self.store.rank, **content})
 
     def _publish_verdict(self, verdict: str, *, is_difference: bool = False) -> None:
-        self._adopt(verdict, is_difference=is_difference)
+        self._set_verdict(verdict, is_difference=is_difference)
         self._post("verdict", text=verdict, is_difference=is_difference)
 
-    def _adopt(self, verdict: str, *, is_difference: bool) -> None:
+    def _set_verdict(self, verdict: str, *, is_difference: bool) -> None:
         if not self.verdict:
-            self.peers_complete_collectives = is_difference and not self._logs
+            self.peers_complete_collectives = is_difference and not self._logs_verdict
             self.verdict = verdict
             self.entered.close()
-            if self._logs:
+            if self._logs_verdict:
                 _log.error("%s", verdict)
 
     def _whereabouts(self, answers: dict[int, str]) -> str:
@@ -329,13 +329,13 @@ class DesyncMonitor:
         counts = {rank: int(answer.partition(" ")[0]) for rank, answer in answers.items()}
         late = [rank for rank, count in counts.items() if count < max(counts.values())]
         reported = "; ".join(
-            f"{self._named([rank])} {answers[rank].partition(' ')[2]}" for rank in late[:_NAMED_RANKS]
+            f"{self._named([rank])} {answers[rank].partition(' ')[2]}" for rank in late[:_MOST_NAMED_RANKS]
         )
         return reported or "all ranks answer"
 
     def _named(self, ranks: list[int]) -> str:
-        shown = ", ".join(str(self._ranks[rank]) for rank in ranks[:_NAMED_RANKS])
-        more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+        shown = ", ".join(str(self._ranks[rank]) for rank in ranks[:_MOST_NAMED_RANKS])
+        more = f" and {len(ranks) - _MOST_NAMED_RANKS} more" if len(ranks) > _MOST_NAMED_RANKS else ""
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
