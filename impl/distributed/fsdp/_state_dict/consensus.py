@@ -64,7 +64,7 @@ def gather_reports(
     problem: Exception | None,
     group: dist.ProcessGroup | None,
     reported: object = None,
-    doing: str = "load the optimizer's state dict",
+    action: str = "load the optimizer's state dict",
 ) -> list[Any]:
     """Gather a report of every rank of the group. Raise on all ranks if any of them has a problem.
 
@@ -80,7 +80,7 @@ def gather_reports(
         raise problem
     for rank, (text, _) in enumerate(by_rank):
         if text is not None:
-            raise RuntimeError(f"rank {rank} cannot {doing}: {text}. Nothing was changed on any rank")
+            raise RuntimeError(f"rank {rank} cannot {action}: {text}. Nothing was changed on any rank")
     return [report for _, report in by_rank]
 
 

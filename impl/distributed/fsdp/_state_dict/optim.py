@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from impl.distributed.fsdp._state_dict.methods import StateDicts, wrappers_in
 from impl.distributed.fsdp._state_dict.optim_flat_save import OptimSaveOptions
-from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType, Source, StateDict, rekey
+from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType, ParamSource, StateDict, rekey
 from impl.distributed.fsdp._state_dict.optim_load import OptimStateLoading, load_on_all_ranks
 from impl.distributed.fsdp._state_dict.optim_save import collect_state_dict
 from impl.distributed.fsdp.api import StateDictType
@@ -57,7 +57,7 @@ class OptimStateDicts:
             all-to-all.
         Source: torch's 2.13; differences: no two parameters share a number; sharded dicts only move each rank's rows.
         """
-        wrappers = _rooted(model)
+        wrappers = _wrappers_of(model)
         settings: Any = wrappers[0].get_state_dict_type(model)
         config = settings.optim_state_dict_config
         options = OptimSaveOptions(
@@ -67,7 +67,7 @@ class OptimStateDicts:
             uses_dtensor=getattr(config, "_use_dtensor", False),
         )
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return collect_state_dict(model, wrappers, Source(optim), state, options, group)
+        return collect_state_dict(model, wrappers, ParamSource(optim), state, options, group)
 
     @staticmethod
     def optim_state_dict_to_load(  # noqa: PLR0913  torch's six arguments
@@ -99,15 +99,15 @@ class OptimStateDicts:
         Source: torch's 2.13; differences: an error is raised on all ranks, before anything is changed; shapes are
             compared with `use_orig_params` too; the result shares no memory with the argument.
         """
-        wrappers = _rooted(model)
+        wrappers = _wrappers_of(model)
         settings: Any = wrappers[0].get_state_dict_type(model)
         loaded = OptimStateLoading(
             model,
             wrappers,
-            Source(optim),
+            ParamSource(optim),
             optim_state_dict,
             rank0_only=getattr(settings.optim_state_dict_config, "rank0_only", False),
-            keeper=optim if is_named_optimizer else None,
+            named_optimizer=optim if is_named_optimizer else None,
             group=group,
         ).run()
         if load_directly:
@@ -137,19 +137,19 @@ class OptimStateDicts:
         _warn_of_input(optim_input)
         options = OptimSaveOptions(is_full=True, rank0_only=rank0_only, offloads=True, uses_dtensor=False)
         return collect_state_dict(
-            model, _rooted(model), Source(optim, optim_input), optim.state_dict(), options, group
+            model, _wrappers_of(model), ParamSource(optim, optim_input), optim.state_dict(), options, group
         )
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: _Group = None) -> StateDict:
         """Return each rank's rows of the states, on the CPU. Deprecated: use `optim_state_dict`."""
         _warn_of_legacy("sharded_optim_state_dict", "optim_state_dict")
-        wrappers = _rooted(model)
+        wrappers = _wrappers_of(model)
         uses_dtensor = getattr(
             wrappers[0]._state_dict_settings.optim_state_dict_config, "_use_dtensor", False
         )
         options = OptimSaveOptions(is_full=False, rank0_only=False, offloads=True, uses_dtensor=uses_dtensor)
-        return collect_state_dict(model, wrappers, Source(optim), optim.state_dict(), options, group)
+        return collect_state_dict(model, wrappers, ParamSource(optim), optim.state_dict(), options, group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -171,10 +171,10 @@ class OptimStateDicts:
         _warn_of_input(optim_input)
         return OptimStateLoading(
             model,
-            _rooted(model),
-            Source(optim, optim_input),
+            _wrappers_of(model),
+            ParamSource(optim, optim_input),
             full_optim_state_dict,
-            agrees=False,
+            reports_problems=False,
         ).run()
 
     @staticmethod
@@ -183,7 +183,9 @@ class OptimStateDicts:
     ) -> StateDict:
         """Return the part of each rank's rows that the optimizer loads. Deprecated: use `optim_state_dict_to_load`."""
         _warn_of_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return OptimStateLoading(model, _rooted(model), Source(optim), sharded_optim_state_dict).run()
+        return OptimStateLoading(
+            model, _wrappers_of(model), ParamSource(optim), sharded_optim_state_dict
+        ).run()
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -207,8 +209,8 @@ class OptimStateDicts:
         _warn_of_input(optim_input)
         return OptimStateLoading(
             model,
-            _rooted(model),
-            Source(optim, optim_input),
+            _wrappers_of(model),
+            ParamSource(optim, optim_input),
             full_optim_state_dict,
             rank0_only=True,
             group=group,
@@ -241,11 +243,11 @@ class OptimStateDicts:
             RuntimeError: the model has flat parameters.
         """
         _warn_of_input(optim_input)
-        source = Source(optim, optim_input)
+        source = ParamSource(optim, optim_input)
         return rekey(optim_state_dict, optim_state_key_type, model, wrappers_in(model), source)
 
 
-def _rooted(model: nn.Module) -> list[StateDicts]:
+def _wrappers_of(model: nn.Module) -> list[StateDicts]:
     """Return every FullyShardedDataParallel at and below the model, ready for collectives.
 
     Raises:

@@ -56,7 +56,9 @@ class FlatParamState:
         self._named = named
         self._handle: FlatParamGroup = named.handle
         self._groups: Groups = named.wrapper._groups
-        self._states = {stepped.index: state for stepped, state in states.items() if stepped.within is named}
+        self._states = {
+            stepped.index: state for stepped, state in states.items() if stepped.named_handle is named
+        }
         shard = self._groups.shard
         self._peers = [dist.get_rank()] if shard is None else dist.get_process_group_ranks(shard)
         by_rank = {other.rank: other for other in reported}

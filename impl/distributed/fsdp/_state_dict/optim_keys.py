@@ -55,7 +55,7 @@ class Stepped:
     """A parameter of an optimizer. A flat one without `use_orig_params` has several names, others have one."""
 
     names: tuple[str, ...]
-    within: NamedHandle | None  # absent if no unit manages the parameter
+    named_handle: NamedHandle | None  # absent if no unit manages the parameter
     current: str  # current name in the model
 
     @property
@@ -65,11 +65,11 @@ class Stepped:
     @property
     def index(self) -> int:
         """Index of the first name among the flat parameter's parameters."""
-        assert self.within is not None
-        return self.within.names.index(self.name)
+        assert self.named_handle is not None
+        return self.named_handle.names.index(self.name)
 
 
-class Names:
+class ParamNames:
     """Parameters of a model in `named_modules` order, with their names before wrapping.
 
     Args:
@@ -89,8 +89,8 @@ class Names:
         managed = {tensor: entry for named in self.handles for tensor, entry in _managed_by(named)}
         self.stepped: dict[nn.Parameter, Stepped] = {}
         for name, tensor in model.named_parameters():
-            parameter, names, within = managed.get(tensor, (tensor, (clean_name(name),), None))
-            self.stepped.setdefault(parameter, Stepped(names, within, name))
+            parameter, names, named_handle = managed.get(tensor, (tensor, (clean_name(name),), None))
+            self.stepped.setdefault(parameter, Stepped(names, named_handle, name))
 
     def of(self, parameter: nn.Parameter) -> Stepped:
         """Return the names of a stepped parameter.
@@ -119,7 +119,7 @@ class Names:
                 )
         return {parameter: stepped.name for parameter, stepped in self.stepped.items()}
 
-    def keyed(self, source: Source, is_named: bool = False) -> dict[Key, nn.Parameter]:
+    def keyed(self, source: ParamSource, is_named: bool = False) -> dict[Key, nn.Parameter]:
         """Return the stepped parameters by the keys of the optimizer's state dict: numbers, or names if `is_named`."""
         parameters = source.parameters(self._model)
         if is_named:
@@ -144,7 +144,7 @@ def _managed_by(
 
 
 @dataclass(frozen=True)
-class Source:
+class ParamSource:
     """Source of the parameters that an optimizer steps, in order: the optimizer, or the argument that created it."""
 
     optim: Optimizer | None
@@ -187,7 +187,11 @@ def is_keyed_by_name(state_dict: StateDict) -> bool:
 
 
 def rekey(
-    state_dict: StateDict, key_type: object, model: nn.Module, wrappers: Sequence[Wrapper], source: Source
+    state_dict: StateDict,
+    key_type: object,
+    model: nn.Module,
+    wrappers: Sequence[Wrapper],
+    source: ParamSource,
 ) -> StateDict:
     """Return a state dict of an unwrapped model's optimizer with the other type of keys.
 
@@ -206,13 +210,13 @@ def rekey(
         raise ValueError(f"Invalid parameter keys: {state_dict['state'].keys()}")
     if types <= {str if expected == OptimStateKeyType.PARAM_NAME.name else int}:
         return state_dict
-    names = Names(model, wrappers)
+    names = ParamNames(model, wrappers)
     name_of = names.names_of_params()
-    keyed = names.keyed(source)
+    by_key = names.keyed(source)
     if expected == OptimStateKeyType.PARAM_NAME.name:
-        new_of: dict[Any, Any] = {key: name_of[parameter] for key, parameter in keyed.items()}
+        new_of: dict[Any, Any] = {key: name_of[parameter] for key, parameter in by_key.items()}
     else:
-        new_of = {name_of[parameter]: key for key, parameter in keyed.items() if parameter in name_of}
+        new_of = {name_of[parameter]: key for key, parameter in by_key.items() if parameter in name_of}
     return {
         "state": {new_of[key]: state for key, state in state_dict["state"].items()},
         "param_groups": [
@@ -228,11 +232,11 @@ def with_params(group: StateDict, params: list[object]) -> StateDict:
 
 
 def unflattened_groups(
-    groups: Iterable[StateDict], keyed: dict[Key, nn.Parameter], names: Names
+    groups: Iterable[StateDict], by_key: dict[Key, nn.Parameter], names: ParamNames
 ) -> list[StateDict]:
     """Return the parameter groups with names, as they are saved."""
     return [
-        with_params(group, [name for key in group["params"] for name in names.of(keyed[key]).names])
+        with_params(group, [name for key in group["params"] for name in names.of(by_key[key]).names])
         for group in groups
     ]
 

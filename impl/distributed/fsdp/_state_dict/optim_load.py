@@ -31,8 +31,8 @@ from impl.distributed.fsdp._state_dict.optim_flat_load import (
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Key,
     NamedHandle,
-    Names,
-    Source,
+    ParamNames,
+    ParamSource,
     StateDict,
     Stepped,
     flattened_groups,
@@ -50,9 +50,9 @@ class OptimStateLoading:
         wrappers: every FullyShardedDataParallel at and below it.
         source: source of the stepped parameters.
         state_dict: the state dict. With `rank0_only` only that of the group's first rank counts.
-        keeper: an optimizer whose state dict has names as keys. It keeps its states of parameters of which this rank
-            has no piece.
-        agrees: report problems to other ranks. Without it, other ranks need not take part unless tensors are
+        named_optimizer: an optimizer whose state dict has names as keys. It keeps its states of parameters of which
+            this rank has no piece.
+        reports_problems: report problems to other ranks. Without it, other ranks need not take part unless tensors are
             exchanged.
     """
 
@@ -60,21 +60,21 @@ class OptimStateLoading:
         self,
         model: nn.Module,
         wrappers: Sequence[Wrapper],
-        source: Source,
+        source: ParamSource,
         state_dict: Any,
         *,
         rank0_only: bool = False,
-        keeper: Optimizer | None = None,
+        named_optimizer: Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
-        agrees: bool = True,
+        reports_problems: bool = True,
     ) -> None:
-        self._names = Names(model, wrappers)
+        self._names = ParamNames(model, wrappers)
         self._device: torch.device = wrappers[0].compute_device
         self._source = source
-        self._keeper = keeper
+        self._named_optimizer = named_optimizer
         self._group = group
         self._rank0_only = rank0_only
-        self._agrees = agrees
+        self._reports_problems = reports_problems
         self._state_dict = state_dict if not rank0_only or dist.get_rank(group) == 0 else {}
         self._descriptions: Any = (
             _broadcast_descriptions(self._state_dict, group) if rank0_only else self._state_dict
@@ -98,11 +98,11 @@ class OptimStateLoading:
         except Exception as error:
             problem = error
         scatters: dict[NamedHandle, Scatter] = {}
-        if self._agrees:
-            moves = self._moves() if problem is None else []
-            reported = (moves, [named.handle.rank for named in self._names.handles])
+        if self._reports_problems:
+            rows = self._row_descriptions() if problem is None else []
+            reported = (rows, [named.handle.rank for named in self._names.handles])
             by_rank = gather_reports(problem, self._group, reported)
-            self._check_same_moves([moves for moves, _ in by_rank])
+            self._check_same_rows([rows for rows, _ in by_rank])
             if self._rank0_only:
                 owners = zip(*(owned for _, owned in by_rank), strict=True)
                 scatters = {
@@ -128,11 +128,11 @@ class OptimStateLoading:
                 )
             self._flats[named] = FlatParamLoad(named, by_index)
             self._flats[named].check()
-        keyed = self._names.keyed(self._source, self._keeper is not None)
-        self._key_of = {parameter: key for key, parameter in keyed.items()}
-        if self._rank0_only and (moves := self._moves()):
+        by_key = self._names.keyed(self._source, self._named_optimizer is not None)
+        self._key_of = {parameter: key for key, parameter in by_key.items()}
+        if self._rank0_only and (rows := self._row_descriptions()):
             raise ValueError(
-                f"rank0_only loads unsharded tensors of the first rank, but it has rows of {moves[:2]}"
+                f"rank0_only loads unsharded tensors of the first rank, but it has rows of {rows[:2]}"
             )
         numbers = [key for key in state if not isinstance(key, str)]
         if numbers:
@@ -154,7 +154,7 @@ class OptimStateLoading:
         """Return the states that must be sharded over the ranks, by flat parameter and index."""
         states: dict[NamedHandle, dict[int, StateDict]] = {}
         for stepped in self._names.stepped.values():
-            named = stepped.within
+            named = stepped.named_handle
             for name in stepped.names:
                 if (
                     named is not None
@@ -169,7 +169,7 @@ class OptimStateLoading:
         """States with the elements of their tensors, if this rank has them."""
         return self._state_dict["state"] if self._state_dict else self._descriptions["state"]
 
-    def _moves(self) -> list[Any]:
+    def _row_descriptions(self) -> list[Any]:
         """Return descriptions of the tensors of which other ranks must have rows too."""
         return sorted(
             (key, name, type(value).__name__, tuple(shape_of(value)), str(dtype_of(value)))
@@ -179,14 +179,14 @@ class OptimStateLoading:
             if has_rows_per_rank(value)
         )
 
-    def _check_same_moves(self, by_rank: Sequence[list[Any]]) -> None:
+    def _check_same_rows(self, by_rank: Sequence[list[Any]]) -> None:
         first = by_rank[0]
-        for rank, moves in enumerate(by_rank):
-            if moves != first:
-                lacked = [move for move in first if move not in moves]
-                added = [move for move in moves if move not in first]
+        for rank, rows in enumerate(by_rank):
+            if rows != first:
+                missing = [row for row in first if row not in rows]
+                added = [row for row in rows if row not in first]
                 raise RuntimeError(
-                    f"the optimizer's state dicts differ between ranks: rank 0 has {lacked[:2]}, rank {rank} has "
+                    f"the optimizer's state dicts differ between ranks: rank 0 has {missing[:2]}, rank {rank} has "
                     f"{added[:2]} instead; load state dicts that were saved together. Nothing was changed on any rank"
                 )
 
@@ -213,7 +213,7 @@ class OptimStateLoading:
         self, parameter: nn.Parameter, stepped: Stepped, sharded: dict[NamedHandle, dict[int, StateDict]]
     ) -> StateDict | None:
         """Return the state of a parameter, or None if this rank owns no part of it."""
-        named = stepped.within
+        named = stepped.named_handle
         if named is None or is_stepped_unsharded(named):
             values = self._values[stepped.name]
             if named is not None and named.handle.param_infos[stepped.index].parallel is not None:
@@ -227,9 +227,9 @@ class OptimStateLoading:
             loaded = sharded[named].get(stepped.index)
         if loaded or named is None:
             return loaded
-        if self._keeper is None:
+        if self._named_optimizer is None:
             return None
-        own_state = self._keeper.state.get(parameter)
+        own_state = self._named_optimizer.state.get(parameter)
         if own_state is None:
             warnings.warn(
                 f"optim_state[{_as_torch_says(stepped.names)}] is not on rank{named.wrapper.rank}.",

@@ -21,8 +21,8 @@ from impl.distributed.fsdp._comm.desync.monitor import GATHERED, OF_STATES
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._state_dict.optim_flat_save import FlatParamState, OptimSaveOptions, RankStates
 from impl.distributed.fsdp._state_dict.optim_keys import (
-    Names,
-    Source,
+    ParamNames,
+    ParamSource,
     StateDict,
     Stepped,
     is_keyed_by_name,
@@ -40,7 +40,7 @@ _CURE = "use sharding_strategy=NO_SHARD with use_orig_params=True for this optim
 def collect_state_dict(  # noqa: PLR0913  arguments of torch's functions
     model: nn.Module,
     wrappers: Sequence[Wrapper],
-    source: Source,
+    source: ParamSource,
     state_dict: StateDict,
     options: OptimSaveOptions,
     group: dist.ProcessGroup | None,
@@ -54,11 +54,11 @@ def collect_state_dict(  # noqa: PLR0913  arguments of torch's functions
     Collectives: one of objects over `group`; then for each flat parameter a gather or an all-gather for each tensor of
         a state, or one all-to-all for all of them, depending on `options`.
     """
-    names = Names(model, wrappers)
-    keyed = names.keyed(source, is_keyed_by_name(state_dict))
+    names = ParamNames(model, wrappers)
+    by_key = names.keyed(source, is_keyed_by_name(state_dict))
     states_by_key: dict[Any, StateDict] = state_dict["state"]
     own_states = {
-        names.of(parameter): states_by_key[key] for key, parameter in keyed.items() if key in states_by_key
+        names.of(parameter): states_by_key[key] for key, parameter in by_key.items() if key in states_by_key
     }
     _record_save(wrappers[0], group)
     reported = _states_of_all(own_states, group)
@@ -70,17 +70,17 @@ def collect_state_dict(  # noqa: PLR0913  arguments of torch's functions
     for named in dict.fromkeys(names.handle_of[key[0]] for key in keys if key[0] in names.handle_of):
         states.update(FlatParamState(named, own_states, reported).collect(options, destination))
     for stepped, state in own_states.items():
-        if stepped.within is None:
+        if stepped.named_handle is None:
             states[stepped.name] = offload(state) if options.offloads else copy.copy(state)
     if not is_returned:
         return {}
     result: StateDict = {"state": {name: states[name] for key in keys for name in key if name in states}}
     for key, state in states_by_key.items():
-        if key not in keyed and key not in states:
+        if key not in by_key and key not in states:
             _warn_of_unknown(key)
             result["state"][key] = state
     if "param_groups" in state_dict:
-        result["param_groups"] = unflattened_groups(state_dict["param_groups"], keyed, names)
+        result["param_groups"] = unflattened_groups(state_dict["param_groups"], by_key, names)
     return result
 
 
@@ -132,7 +132,7 @@ def _states_of_all(own_states: dict[Stepped, StateDict], group: dist.ProcessGrou
 
 def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
     """Yield the problems of tensors that are not sharded like their parameter, as text."""
-    named = stepped.within
+    named = stepped.named_handle
     if named is None or is_stepped_unsharded(named):
         return
     piece = named.handle.pieces[stepped.index]
@@ -151,7 +151,7 @@ def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
             )
 
 
-def _merged_keys(reported: Sequence[RankStates], names: Names) -> list[_Key]:
+def _merged_keys(reported: Sequence[RankStates], names: ParamNames) -> list[_Key]:
     """Return the keys that any rank has. Parameters that no unit manages come first, then the units' in order.
 
     With `use_orig_params`, a rank with an empty piece of a parameter has no state of the parameter.
@@ -170,7 +170,7 @@ def _merged_keys(reported: Sequence[RankStates], names: Names) -> list[_Key]:
     return [key for key in all_keys if key[0] not in names.handle_of] + managed
 
 
-def _check_complete(wrapper: Wrapper, present: set[str], names: Names) -> None:
+def _check_complete(wrapper: Wrapper, present: set[str], names: ParamNames) -> None:
     handles = [named for named in names.handles if named.wrapper is wrapper]
     for named in handles:
         for index, name in enumerate(named.names):
@@ -195,9 +195,9 @@ def _first_ranks_keys(reported: Sequence[RankStates]) -> list[_Key]:
     }
     if any(missing.values()):
         lines = "".join(
-            f"\nRank {rank} is missing states for the parameters: {lacked}"
-            for rank, lacked in missing.items()
-            if lacked
+            f"\nRank {rank} is missing states for the parameters: {missing_keys}"
+            for rank, missing_keys in missing.items()
+            if missing_keys
         )
         raise RuntimeError(
             "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but "
