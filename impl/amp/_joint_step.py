@@ -1,7 +1,4 @@
-"""A fused step of several optimizers with one norm: all of them step, or none.
-
-P = parameters of all optimizers.
-"""
+"""A fused step of several optimizers with one norm: all of them step, or none. P = parameters of all optimizers."""
 
 from __future__ import annotations
 
@@ -193,10 +190,8 @@ def _record_checks(scaler: Scaler, parts: Sequence[_Part], global_found_inf: Fou
         if part.updates is None:
             optimizer = part.step.optimizer
             check_results = scaler._check_results.of(optimizer)
-            check_results.local_found_inf, check_results.global_found_inf = (
-                part.local_flags(),
-                global_found_inf,
-            )
+            check_results.local_found_inf = part.local_flags()
+            check_results.global_found_inf = global_found_inf
             scaler._per_optimizer_states[id(optimizer)].update(
                 stage=OptState.UNSCALED, found_inf_per_device=global_found_inf
             )

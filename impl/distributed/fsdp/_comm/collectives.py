@@ -199,9 +199,8 @@ class Reduction:
         if groups.shard is not None:
             group = self.scatter_group or groups.shard
             averages = self.custom_reduce_scatter is not None and self._averages(buffer.dtype, group.size())
-            output = self._reduce_scatter(
-                buffer, group, entry, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-            )
+            op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+            output = self._reduce_scatter(buffer, group, entry, op)
             divisor /= group.size() if averages else 1
         if groups.replicate is not None:
             earlier, self.partial = self.partial, None
@@ -217,7 +216,7 @@ class Reduction:
         return Scattered(output, entry, divisor)
 
     def _averages(self, dtype: torch.dtype, ranks: int) -> bool:
-        """Return whether a user-defined reduce-scatter is called with ReduceOp.AVG, as torch calls it."""
+        """Return whether torch calls a user-defined reduce-scatter with ReduceOp.AVG."""
         return dtype in _AVERAGED_DTYPES and not self.forces_sums and self.divide_factor in (None, ranks)
 
     def _divisor_before_hook(self, divisor: float, dtype: torch.dtype) -> float:

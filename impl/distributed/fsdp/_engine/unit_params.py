@@ -285,11 +285,6 @@ class UnitParams(Generic[Group_co]):
         self.root.memory.admit(self)  # frees the earlier memory
         self._set_aside = self._in_graph, [group.swap_unsharded(None) for group in self.param_groups]
 
-    def _use_earlier_graph(self, in_graph: list[Unsharded], unsharded: Sequence[object]) -> None:
-        self._in_graph, self._set_aside = in_graph, None
-        for group, earlier in zip(self.param_groups, unsharded, strict=True):
-            group.swap_unsharded(earlier)
-
     def reshard(self, *, after_forward: bool = False) -> None:
         """Register the sharded views in the modules. Free the unsharded parameters that no linearized graph keeps."""
         if self.summoned:
@@ -304,7 +299,10 @@ class UnitParams(Generic[Group_co]):
                 self.root.memory.note_resharded(self, readers)
         # The gather of a linearized forward may have raised, so that nothing is gathered.
         if self._set_aside is not None:
-            self._use_earlier_graph(*self._set_aside)
+            self._in_graph, unsharded = self._set_aside
+            self._set_aside = None
+            for group, earlier in zip(self.param_groups, unsharded, strict=True):
+                group.swap_unsharded(earlier)
 
     def free(self) -> None:
         for group in self.param_groups:

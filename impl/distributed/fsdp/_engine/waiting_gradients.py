@@ -76,7 +76,7 @@ class _Detection:
             return
         stepped = set(map(id, params_of(optimizer)))
         open_names = _stepped_names(self._open, _trained, stepped)
-        waiting_names = _stepped_names(self._waiting, _unsynchronized, stepped)
+        waiting_names = _stepped_names(self._waiting, lambda group: group.gradients.unsynchronized(), stepped)
         if not (open_names or waiting_names) or _only_creates_states(optimizer):
             return
         if open_names:
@@ -111,10 +111,6 @@ _NamedParams = Iterable[tuple[str, Tensor]]
 def _trained(group: ParamGroup) -> _NamedParams:
     pairs = zip(group.names, group.stepped, strict=True)
     return [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
-
-
-def _unsynchronized(group: ParamGroup) -> _NamedParams:
-    return group.gradients.unsynchronized()
 
 
 def _stepped_names(

@@ -33,9 +33,11 @@ class Buffers:
         """Restore the buffers' original dtypes before a forward of the root, if it evaluates in full precision."""
         if not self._may_evaluate_in_full_precision:
             return
-        in_full_precision = any(
-            _evaluates_in_full_precision(wrapper) for wrapper in _deciding(self._wrappers_alive())
-        )
+        wrappers = self._live_wrappers()
+        # The outermost wrapper decides, or all of them if it has no parameters.
+        if wrappers and wrappers[0]._unit.param_groups:
+            wrappers = wrappers[:1]
+        in_full_precision = any(map(_evaluates_in_full_precision, wrappers))
         if in_full_precision:
             self._restore()
         elif self._are_in_full_precision:
@@ -45,7 +47,7 @@ class Buffers:
     def _cast(self) -> None:
         """Cast each floating-point buffer as the innermost wrapper around it requests."""
         cast: set[Tensor] = set()
-        for wrapper in reversed(self._wrappers_alive()):
+        for wrapper in reversed(self._live_wrappers()):
             for name, buffer in wrapper.named_buffers():
                 if buffer in cast:
                     continue
@@ -54,11 +56,11 @@ class Buffers:
                     self._move(buffer, wrapper.mixed_precision.buffer_dtype)
 
     def _restore(self) -> None:
-        for outermost in self._wrappers_alive()[:1]:
+        for outermost in self._live_wrappers()[:1]:
             for name, buffer in outermost.named_buffers():
                 self._move(buffer, outermost._buffer_dtypes.get(clean_name(name)))
 
-    def _wrappers_alive(self) -> list[Wrapper]:
+    def _live_wrappers(self) -> list[Wrapper]:
         return [wrapper for wrapper in (reference() for reference in self._wrappers) if wrapper is not None]
 
     def _move(self, buffer: Tensor, dtype: torch.dtype | None) -> None:
@@ -66,11 +68,6 @@ class Buffers:
         if moved is not buffer:
             keep_for_current_stream([local_of(buffer)])
             buffer.data = moved
-
-
-def _deciding(wrappers: Sequence[Wrapper]) -> Sequence[Wrapper]:
-    """Return the wrappers that decide for the root: the outermost one, or all if that one has no parameters."""
-    return wrappers[:1] if wrappers and wrappers[0]._unit.param_groups else wrappers
 
 
 def _evaluates_in_full_precision(wrapper: Wrapper) -> bool:

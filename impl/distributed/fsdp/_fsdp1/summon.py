@@ -148,8 +148,13 @@ class _SummonedHandle:
         handle.registration.register_unsharded_params(self._views)
         self._first_versions = self._versions = self._versions_now()
         if grads is not None:
-            self._set_unsharded_grads(grads)
-            self._has_unsharded_grads = self._handle.is_sharded
+            unsharded_grads = handle.wrap_locals(handle.views_of(grads))
+            for index, parameter in self._registered():
+                if parameter.requires_grad:
+                    set_grad(parameter, unsharded_grads[index])
+                else:
+                    parameter.grad = None
+            self._has_unsharded_grads = handle.is_sharded
 
     def check_backward(self, name: str) -> None:
         """Check that a backward may reach the unit while it is summoned.
@@ -211,14 +216,6 @@ class _SummonedHandle:
         elif self._has_unsharded_grads:
             # This rank had no gradients, while other ranks had some.
             for parameter in handle.parameters:
-                parameter.grad = None
-
-    def _set_unsharded_grads(self, grads: Tensor) -> None:
-        shown = self._handle.wrap_locals(self._handle.views_of(grads))
-        for index, parameter in self._registered():
-            if parameter.requires_grad:
-                set_grad(parameter, shown[index])
-            else:
                 parameter.grad = None
 
     def _registered(self) -> list[tuple[int, Tensor]]:

@@ -142,9 +142,6 @@ class DTensorGradients:
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         self.journal.record(self._mark_partial if self._unreduced else self._forget_unreduced)
-        self._add_to_unreduced(grads)
-
-    def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         self._unreduced = self._added_to_unreduced(grads)
 
     def _added_to_unreduced(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

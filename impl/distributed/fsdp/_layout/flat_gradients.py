@@ -115,8 +115,7 @@ class GradientShard:
             return
         new = unreduced.new_grads()
         if is_cleared(self._handle, new):
-            self._forget_averaged()
-            self._forget_unreduced()
+            self._averaged = self._unreduced = None
         else:
             if unreduced.is_partial and unreduced.total.any():
                 names = [slot.name for slot in self._handle.layout.slots]
@@ -197,9 +196,6 @@ class GradientShard:
         self._unreduced = self._averaged = self._shown = None
         self._shown_places = []
         self._was_shown = False
-        self._clear()
-
-    def _clear(self) -> None:
         for parameter in self._handle.stepped:
             parameter.grad = None
 
@@ -367,21 +363,15 @@ class GradientShard:
         """Replace the average of one parameter, by zeros if `grad` is None."""
         if self._averaged is None and grad is not None:
             self._averaged = grad.new_zeros(self._handle.layout.shard_numel)
-        piece = self._averaged_piece(index)
+        piece = self._averaged
+        if piece is not None and self._handle.use_orig_params:
+            piece = self._handle.pieces_of(piece)[index]
         if piece is not None:
             keep_for_current_stream([grad])
             piece.zero_() if grad is None else piece.copy_(grad)
 
-    def _averaged_piece(self, index: int) -> Tensor | None:
-        if self._averaged is None or not self._handle.use_orig_params:
-            return self._averaged
-        return self._handle.pieces_of(self._averaged)[index]
-
     def _forget_unreduced(self) -> None:
         self._unreduced = None
-
-    def _forget_averaged(self) -> None:
-        self._averaged = None
 
     def _forget_reduced(self) -> None:
         self._reduced = None

@@ -52,7 +52,7 @@ class GatherExtension:
 
     @property
     def memory(self) -> set[int]:
-        return {storage._cdata for storage in self._storages()}
+        return {tensor.untyped_storage()._cdata for tensor in (*self.outputs, *self._inner)}
 
     def inputs(self) -> list[Tensor]:
         """Return this rank's tensors for a gather, each [n] of any dtype. Allocate the outputs.
@@ -130,9 +130,6 @@ class GatherExtension:
 
     def free(self) -> None:
         _free((*self.outputs, *self._inner))
-
-    def _storages(self) -> list[torch.UntypedStorage]:
-        return [tensor.untyped_storage() for tensor in (*self.outputs, *self._inner)]
 
     def _allocate(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:

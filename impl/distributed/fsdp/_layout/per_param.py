@@ -163,9 +163,10 @@ class DTensorGroup:
         if was_changed:
             # A load assigns another tensor at each place of a tied parameter.
             self._registration.register(self._with_substitutes(self._own_tensors()))
-        if was_changed and self.unsharded_params is not None:
-            self.unsharded_params.use_grad_dtypes([self._grad_dtype_of(param) for param in self.params])
-        if was_changed or (self.pins and self._has_other_shards()):
+        unsharded = self.unsharded_params
+        if was_changed and unsharded is not None:
+            unsharded.use_grad_dtypes([self._grad_dtype_of(param) for param in self.params])
+        if was_changed or (self.pins and unsharded is not None and unsharded.has_other_shards()):
             self.pin()
         return was_changed
 
@@ -225,9 +226,6 @@ class DTensorGroup:
                 self._substitutes[index] = before[index]
             else:
                 self._substitutes[index] = Substitute(tensor, None)
-
-    def _has_other_shards(self) -> bool:
-        return self.unsharded_params is not None and self.unsharded_params.has_other_shards()
 
     def pin(self) -> None:
         """Move shards on the CPU to pinned memory if the policy asks for it. Call again after they were replaced."""
