@@ -242,9 +242,9 @@ def _joint_norm(
         for flag_device, flag in part.found_inf().items():
             other = checked.get(flag_device)
             checked[flag_device] = flag if other is None else torch.maximum(other, flag.reshape(other.shape))
-    none = torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=device)
+    empty_norm = torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=device)
     by_sharding = {
-        sharding: join_norms(torch.stack([*norms, none]), order) for sharding, norms in local.items()
+        sharding: join_norms(torch.stack([*norms, empty_norm]), order) for sharding, norms in local.items()
     }
     inv_scale_P = None
     if joint.param_norms is not None:

@@ -30,7 +30,7 @@ class ParamNorms:
         self._by_param: dict[int, Tensor] = {}
 
     @functools.cached_property
-    def _none(self) -> Tensor:
+    def _empty_norm(self) -> Tensor:
         """Norm of no elements."""
         return torch.full((), math.inf if self._order < 0 else 0.0, dtype=torch.float64, device=self._device)
 
@@ -68,11 +68,11 @@ class ParamNorms:
     def of_params(self) -> list[Tensor]:
         """Return the norms in the optimizer's order."""
         norms = [self._by_param.get(id(param)) for param in self._params]
-        return [self._none if norm is None else norm for norm in norms]
+        return [self._empty_norm if norm is None else norm for norm in norms]
 
     def vectors(self, order: Iterable[Sharding], shardings: Sequence[Sharding]) -> dict[Sharding, Tensor]:
         """Return `vectors_by_sharding` of the norms. `shardings` has one for each parameter."""
-        return vectors_by_sharding(self.of_params(), self._none, order, shardings)
+        return vectors_by_sharding(self.of_params(), self._empty_norm, order, shardings)
 
     def joint(self, norm_P: Tensor) -> Tensor:
         """Return the norm of all P parameters."""
@@ -86,12 +86,12 @@ def join_norms(norm_P: Tensor, norm_type: float) -> Tensor:
 
 
 def vectors_by_sharding(
-    norms: Sequence[Tensor], none: Tensor, order: Iterable[Sharding], shardings: Sequence[Sharding]
+    norms: Sequence[Tensor], empty_norm: Tensor, order: Iterable[Sharding], shardings: Sequence[Sharding]
 ) -> dict[Sharding, Tensor]:
-    """Return a vector over all norms for each sharding in `order`. Norms of another sharding are replaced by `none`."""
+    """Return a vector over all norms for each sharding in `order`, with `empty_norm` for those of another sharding."""
     pairs = [*zip(norms, shardings, strict=True)]
     return {
-        sharding: torch.stack([norm if own == sharding else none for norm, own in pairs])
+        sharding: torch.stack([norm if own == sharding else empty_norm for norm, own in pairs])
         for sharding in order
     }
 

@@ -538,7 +538,7 @@ class FSDPModule(_BaseForTypeCheckers):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, also of sharded parameters whose module is unsharded at the moment.
 
-        Modules that are unsharded list other parameters. So a failed backward, which has left them so, ends here first.
+        First end a failed backward, which has left unsharded parameters in the modules.
         """
         root = self._state.unit.root_or_none
         if root is not None:

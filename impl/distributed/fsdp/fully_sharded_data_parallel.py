@@ -174,7 +174,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             process_group, sharding_strategy, auto_wrap_policy is not None, device_mesh, device_type
         )
         if auto_wrap_policy is not None:
-            in_groups = groups if sharding_strategy in HYBRID and device_mesh is None else process_group
+            inner_groups = groups if sharding_strategy in HYBRID and device_mesh is None else process_group
             auto_wrap(
                 module,
                 auto_wrap_policy,
@@ -182,7 +182,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 ignored_params=set(self._ignored.parameters),
                 wrapper_cls=FullyShardedDataParallel,
                 wrapper_kwargs=config.arguments
-                | {"process_group": in_groups, "ignored_states": self._ignored.parameters},
+                | {"process_group": inner_groups, "ignored_states": self._ignored.parameters},
             )
         self.process_group, _ = groups
         self.rank = self.process_group.rank()
@@ -202,8 +202,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         managed = managed_params_of(module, self._ignored, materialized(_left_to_ancestor))
         self._groups = groups_from_strategy(self.sharding_strategy, *groups, parallel_groups_of(managed))
         if sync_module_states:
-            outward_in = [group for group in reversed(groups) if group is not None]
-            broadcast_states(module, managed, outward_in)
+            outer_first = [group for group in reversed(groups) if group is not None]
+            broadcast_states(module, managed, outer_first)
         param_groups = flat_param_groups(managed, self._groups, config, self.compute_device)
         self._unit = Unit(module, param_groups, config.unit_options)
         self._buffer_dtypes = {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
@@ -216,7 +216,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         self._buffer_casts: Buffers | None = None  # buffers of the root, on the outermost wrapper
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._claim_inner()
-        self._entries = watch_contained(self._unit, self._find_root)
+        watch_contained(self._unit, self._find_root)
 
     @property
     def module(self) -> nn.Module:
@@ -329,7 +329,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return named parameters, inside `summon_full_params` with the names from before wrapping.
 
-        First end a failed backward, in which modules have parameters that are not stepped.
+        First end a failed backward, which has left unsharded parameters in the modules.
         """
         self._end_failed_backward()
         return cast(
@@ -462,7 +462,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. First end a failed backward, in which modules have parameters that are not stepped."""
+        """Clear the gradients. First end a failed backward, which has left unsharded parameters in the modules."""
         self._end_failed_backward()
         super().zero_grad(set_to_none)
 

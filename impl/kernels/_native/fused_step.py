@@ -211,8 +211,8 @@ def fused_step(  # noqa: PLR0913  the optional argument is of one caller
         return False
     if grads.layout is None and not (places.are_contiguous and all(map(Tensor.is_contiguous, grads.tensors))):
         grads = TensorList(list(map(match_layout, memory.params, grads.tensors)))
-    read = grads.memory
-    if read is None or not places.are_disjoint_from(read):
+    grads_memory = grads.memory
+    if grads_memory is None or not places.are_disjoint_from(grads_memory):
         return False
     own, stored = NATIVE_CODES[memory.params[0].dtype], NATIVE_CODES[memory.state_dtype]
     states = (List * STATES)(*[List(column.address, stored) for column in places.states])
@@ -223,7 +223,7 @@ def fused_step(  # noqa: PLR0913  the optional argument is of one caller
         _settings_of(rule),
         float(factor),
         List(places.params.address, own),
-        read.list,
+        grads_memory.list,
         states,
         copies,
         None if places.steps is None else places.steps.address,

@@ -36,17 +36,17 @@ def sum_of_squares(
         Inf or nan if an element is, else a finite number. None if the library does not support the tensors.
     Sync: none.
     """
-    read = tensors.memory
-    if read is None:
+    memory = tensors.memory
+    if memory is None:
         return None
-    numels = read.layout.numels
+    numels = memory.layout.numels
     counts = numels.chunk_counts
     sums = array("d", bytes(8 * sum(counts)))
-    are_known = None if not known else _fill(sums, read.addresses.numbers, counts, numels.total, known)
-    of_tensors = None if square_T is None else square_T.data_ptr()
+    are_known = None if not known else _fill(sums, memory.addresses.numbers, counts, numels.total, known)
+    square_address = None if square_T is None else square_T.data_ptr()
     known_address = None if are_known is None else are_known.buffer_info()[0]
     return library.sum_of_squares(
-        *library.lists(numels), read.list, sums.buffer_info()[0], of_tensors, known_address
+        *library.lists(numels), memory.list, sums.buffer_info()[0], square_address, known_address
     )
 
 
@@ -55,15 +55,15 @@ def sum_of_chunks(library: NativeLibrary, tensors: TensorList, power: int) -> di
 
     Return None if the library does not support the tensors.
     """
-    read = tensors.memory
-    if read is None:
+    memory = tensors.memory
+    if memory is None:
         return None
-    numels = read.layout.numels
+    numels = memory.layout.numels
     squares = ChunkSquares(power, array("d", bytes(8 * sum(chunk_counts(numels.numbers, power)))))
     library.sum_of_squares(
-        *library.lists(numels, power), read.list, squares.sums.buffer_info()[0], None, None
+        *library.lists(numels, power), memory.list, squares.sums.buffer_info()[0], None, None
     )
-    return split_by_tensor(squares, read)
+    return split_by_tensor(squares, memory)
 
 
 def split_by_tensor(squares: ChunkSquares, tensors: Tensors) -> dict[int, ChunkSquares]:

@@ -91,10 +91,10 @@ def _keep(
     key: tuple[Hashable, ...],
     kernel: JITFunction[Any],
     compiled: object,
-    taken: int,
+    arg_count: int,
     constants: dict[str, object],
 ) -> None:
-    parameters = kernel.params[taken:]
+    parameters = kernel.params[arg_count:]
     if isinstance(compiled, CompiledKernel) and all(
         parameter.is_constexpr and parameter.name in constants for parameter in parameters
     ):

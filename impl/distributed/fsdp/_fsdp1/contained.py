@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from impl._names import describe_names
 from impl.distributed.fsdp._engine.phase import BACKWARDS, Phase
@@ -22,7 +21,7 @@ from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._params.managed import clean_name
 
 
-def watch_contained(unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> list[RemovableHandle]:
+def watch_contained(unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> None:
     """Register hooks so that each module with a parameter of the unit starts the unit's forward, if none is running.
 
     Args:
@@ -34,14 +33,13 @@ def watch_contained(unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -
         for info in handle.param_infos
         for location in info.locations
     }
-    entry = _Entry(unit, prepare)
+    contained_forward = _ContainedForward(unit, prepare)
     # These must be the first hooks, because those of weight_norm and others read parameters.
-    return [
-        module.register_forward_pre_hook(entry.before, prepend=True, with_kwargs=True) for module in modules
-    ]
+    for module in modules:
+        module.register_forward_pre_hook(contained_forward.before, prepend=True, with_kwargs=True)
 
 
-class _Entry:
+class _ContainedForward:
     def __init__(self, unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> None:
         self._unit = weakref.ref(unit)
         self._prepare = weakref.WeakMethod(prepare)
