@@ -82,10 +82,10 @@ def known_update_table(memory: UpdateMemory, grads: TensorList) -> ChunkTable | 
         return None
     params, *others = memory.lists
     device = grads.tensors[0].device
-    (own, *rest), steps = memory.columns()
+    (param_addresses, *other_addresses), steps = memory.columns()
     return _table_of(
         _Key(
-            addresses=(own, grads_memory.addresses.numbers.tobytes(), *rest),
+            addresses=(param_addresses, grads_memory.addresses.numbers.tobytes(), *other_addresses),
             item_bytes=tuple([tensors[0].element_size() for tensors in (params, grads.tensors, *others)]),
             numels=grads_memory.layout.numels.numbers.tobytes(),
             steps=steps,

@@ -94,20 +94,20 @@ def fused_step_(
 def _step_by_torch(
     rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None
 ) -> None:
-    own = parameters.params[0].dtype
-    scaled, divisor = _scaled_for(own, list(map(match_layout, parameters.params, grads)), factor)
+    dtype = parameters.params[0].dtype
+    scaled, divisor = _scaled_for(dtype, list(map(match_layout, parameters.params, grads)), factor)
     rule.apply_(parameters.params, scaled, parameters.states, parameters.steps, divisor, found_inf)
     if parameters.low_precision_params:
         torch._foreach_copy_([*parameters.low_precision_params], [*parameters.params])
 
 
 def _scaled_for(
-    own: torch.dtype, grads: Sequence[Tensor], factor: Tensor
+    dtype: torch.dtype, grads: Sequence[Tensor], factor: Tensor
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return copies of the gradients, and the divisor that is left for the operator."""
-    if own in HALVES:
-        return [grad.to(own, copy=True) for grad in grads], factor.float().reciprocal()
-    return list(torch._foreach_mul([grad.to(own) for grad in grads], factor.to(own))), None
+    if dtype in HALVES:
+        return [grad.to(dtype, copy=True) for grad in grads], factor.float().reciprocal()
+    return list(torch._foreach_mul([grad.to(dtype) for grad in grads], factor.to(dtype))), None
 
 
 def _step_cpu_blocked(rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor) -> None:

@@ -124,11 +124,13 @@ class UpdateMemory:
             self._places, self._is_known = known.places, True
 
     def _has_known_dtypes(self) -> bool:
-        own, stored = self.params[0].dtype, self.state_dtype
+        param_dtype, state_dtype = self.params[0].dtype, self.state_dtype
         return (
-            own in NATIVE_CODES
-            and (stored is own or (stored is NARROW_STATES and own is torch.float32))
-            and all(tensor.dtype is stored for state in self._states for tensor in state)
+            param_dtype in NATIVE_CODES
+            and (
+                state_dtype is param_dtype or (state_dtype is NARROW_STATES and param_dtype is torch.float32)
+            )
+            and all(tensor.dtype is state_dtype for state in self._states for tensor in state)
             and len(copy_dtypes := {copy.dtype for copy in self.low_precision_params}) <= 1
             and copy_dtypes <= NATIVE_CODES.keys()
             and all(step.dtype is torch.float32 for step in self.steps)
@@ -214,22 +216,22 @@ def fused_step(  # noqa: PLR0913  the optional argument is of one caller
     grads_memory = grads.memory
     if grads_memory is None or not places.are_disjoint_from(grads_memory):
         return False
-    own, stored = NATIVE_CODES[memory.params[0].dtype], NATIVE_CODES[memory.state_dtype]
-    states = (List * STATES)(*[List(column.address, stored) for column in places.states])
+    param_code, state_code = NATIVE_CODES[memory.params[0].dtype], NATIVE_CODES[memory.state_dtype]
+    states = (List * STATES)(*[List(column.address, state_code) for column in places.states])
     copies = List()
     if places.low_precision_params is not None:
         copies = List(places.low_precision_params.address, NATIVE_CODES[memory.low_precision_params[0].dtype])
     update = NativeUpdate(
         _settings_of(rule),
         float(factor),
-        List(places.params.address, own),
+        List(places.params.address, param_code),
         grads_memory.list,
         states,
         copies,
         None if places.steps is None else places.steps.address,
     )
     if extras is not None:
-        pairs = zip(extras.saved.columns, [own, *[stored] * len(places.states)], strict=True)
+        pairs = zip(extras.saved.columns, [param_code, *[state_code] * len(places.states)], strict=True)
         update.before = (List * (1 + STATES))(*[List(column.address, code) for column, code in pairs])
         update.restores = extras.restores
     power = None

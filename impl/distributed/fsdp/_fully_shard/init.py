@@ -240,7 +240,7 @@ def _check_same_dtypes(
     managed_param: ManagedParam, param: ShardedParam, policy: MixedPrecisionPolicy
 ) -> None:
     group = owner_of(param).group_of(param)
-    has, own = group.precision_of(group.params.index(param)), managed_param.original.dtype
+    earlier, own = group.precision_of(group.params.index(param)), managed_param.original.dtype
     precision = precision_by(policy, managed_param.info.name, managed_param.original)
     computes = precision.param_dtype or own
     stepped = precision.master_dtype or own
@@ -248,11 +248,11 @@ def _check_same_dtypes(
     if precision.reduce_dtype is None and FOLLOWS_PARAM and not has_grad_dtype(managed_param.original):
         reduces = stepped
     precision = ParamPrecision(computes, reduces, stepped)
-    if managed_param.original.is_floating_point() and precision != has:
+    if managed_param.original.is_floating_point() and precision != earlier:
         raise ValueError(
             f"{managed_param.info.name} was sharded by an earlier call, as {param.name}: to compute in "
-            f"{has.param_dtype}, reduce in {has.reduce_dtype} and step in {has.master_dtype}, but the mp_policy of "
-            f"this call says {precision.param_dtype}, {precision.reduce_dtype} and "
+            f"{earlier.param_dtype}, reduce in {earlier.reduce_dtype} and step in {earlier.master_dtype}, but the "
+            f"mp_policy of this call says {precision.param_dtype}, {precision.reduce_dtype} and "
             f"{precision.master_dtype}; pass the same dtypes to both calls"
         )
 
@@ -344,7 +344,7 @@ def group_by_mesh(
         precision = precision_by(policy, param.info.name, param.original)
         key = (*own.get_all_groups(), precision)
         groups.setdefault(key, []).append(ParamPlacement(param, own, dim, precision))
-    return [same for placements in groups.values() for same in _by_dtype(placements)]
+    return [group for placements in groups.values() for group in _by_dtype(placements)]
 
 
 def param_group_of(  # noqa: PLR0913  the arguments of fully_shard

@@ -324,12 +324,12 @@ def flat_param_groups(
         by_dtype.setdefault((param.parameter.dtype, param.parameter.requires_grad), []).append(param)
     flat_params: list[FlatParamGroup] = []
     # Trained parameters come first, because some users read only the first flat parameter of a unit.
-    for (dtype, _), same in sorted(by_dtype.items(), key=lambda item: not item[0][1]):
+    for (dtype, _), params in sorted(by_dtype.items(), key=lambda item: not item[0][1]):
         itemsize = (config.precision.param_dtype or dtype).itemsize
         alignment = aligned_elements(itemsize) if config.use_orig_params else 1
-        shapes = [(param.info.name, param.parameter.shape, _dense_stride(param.parameter)) for param in same]
+        shapes = [(p.info.name, p.parameter.shape, _dense_stride(p.parameter)) for p in params]
         layout = layout_of(shapes, groups.shard_size, alignment)
-        flat_params.append(FlatParamGroup(same, layout, groups, config, device))
+        flat_params.append(FlatParamGroup(params, layout, groups, config, device))
     return flat_params
 
 

@@ -145,12 +145,12 @@ class DTensorGroup:
     # Changes by the user
 
     def write_back_changes(self) -> bool:
-        replaced = self._registration.replacements_of(self._own_tensors())
+        replaced = self._registration.replacements_of(self._expected_tensors())
         if self._has_views_put_back(replaced):
-            self._registration.register(self._own_tensors())
+            self._registration.register(self._expected_tensors())
             replaced = []
         for index in {index for index, _ in replaced}:
-            self.params[index].check_places(self._own_tensors()[index])
+            self.params[index].check_places(self._expected_tensors()[index])
         self._record_substitutes(replaced)
         if self.uses_unsharded_views or self._post_forward_shards:
             return False
@@ -162,7 +162,7 @@ class DTensorGroup:
         self._warn_of_assigned_data()
         if was_changed:
             # A load assigns another tensor at each place of a tied parameter.
-            self._registration.register(self._with_substitutes(self._own_tensors()))
+            self._registration.register(self._with_substitutes(self._expected_tensors()))
         unsharded = self.unsharded_params
         if was_changed and unsharded is not None:
             unsharded.use_grad_dtypes([self._grad_dtype_of(param) for param in self.params])
@@ -189,19 +189,22 @@ class DTensorGroup:
 
         Return the attributes that had them.
         """
-        pairs = zip(self.params, self._own_tensors(), strict=True)
+        pairs = zip(self.params, self._expected_tensors(), strict=True)
         places = [
-            (place, own) for param, own in pairs for place in param.info.locations if place.module is module
+            (place, tensor)
+            for param, tensor in pairs
+            for place in param.info.locations
+            if place.module is module
         ]
         attributes: list[str] = []
-        for place, own in places:
+        for place, tensor in places:
             now = getattr(module, place.attribute, None)
-            if now is not own and isinstance(now, nn.Parameter) and not isinstance(now, DTensor):
-                setattr(module, place.attribute, own)
+            if now is not tensor and isinstance(now, nn.Parameter) and not isinstance(now, DTensor):
+                setattr(module, place.attribute, tensor)
                 attributes.append(place.attribute)
         return attributes
 
-    def _own_tensors(self) -> Sequence[nn.Parameter]:
+    def _expected_tensors(self) -> Sequence[nn.Parameter]:
         """Return the tensors that modules have now unless the user replaced them."""
         if not self.uses_unsharded_views:
             return self._post_forward_params or self.stepped
@@ -409,11 +412,11 @@ class DTensorGroup:
 
     def show_kept(self) -> None:
         if self._substitutes:
-            self._registration.register(self._with_substitutes(self._own_tensors()))
+            self._registration.register(self._with_substitutes(self._expected_tensors()))
 
-    def _with_substitutes(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Return `own`, with the user's tensor instead where a module still has a substitute."""
-        tensors = list(own)
+    def _with_substitutes(self, expected: Sequence[Tensor]) -> list[Tensor]:
+        """Return `expected`, with the user's tensor instead where a module still has a substitute."""
+        tensors = list(expected)
         for index, shown in self._registration.registered() if self._substitutes else ():
             if (substitute := self._substitutes.get(index)) is not None and substitute.is_shown_as(shown):
                 tensors[index] = substitute.original
@@ -435,7 +438,7 @@ class DTensorGroup:
                 for param, shard in zip(self.params, shards, strict=True)
             ]
         self.uses_unsharded_views = False
-        self._registration.register(self._with_substitutes(self._own_tensors()))
+        self._registration.register(self._with_substitutes(self._expected_tensors()))
 
     def _new_post_forward_shards(self) -> list[Tensor]:
         unsharded, fewer = self.unsharded_params, self.groups.backward

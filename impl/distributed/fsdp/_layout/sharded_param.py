@@ -182,11 +182,11 @@ class ShardedParam:
         self._note_memory()
         return is_same_shard
 
-    def check_places(self, own: Tensor) -> None:
+    def check_places(self, expected: Tensor) -> None:
         """Check that no place in a module lacks the parameter, and that all places or none have another tensor.
 
         Args:
-            own: tensor that the places have unless the user has changed them.
+            expected: tensor that the places have unless the user has changed them.
         Raises:
             TypeError: the user has removed the parameter, or replaced it at some of its places.
         """
@@ -197,8 +197,8 @@ class ShardedParam:
                 f"{describe_names(removed)} was removed; remove or parametrize it before fully_shard, or set it to "
                 "zero and call requires_grad_(False)"
             )
-        changed = [str(place) for place, tensor in tensors if tensor is not own]
-        unchanged = [str(place) for place, tensor in tensors if tensor is own]
+        changed = [str(place) for place, tensor in tensors if tensor is not expected]
+        unchanged = [str(place) for place, tensor in tensors if tensor is expected]
         if changed and unchanged:
             raise TypeError(
                 f"{self.name} is tied, and was replaced as {describe_names(changed)} but not as "

@@ -266,12 +266,12 @@ class UnshardedParams:
 
         A backward keeps those that were trainable in its forward, because nodes of the graph still read them.
         """
-        now = self._requires_grads
+        trained = self._requires_grads
         if runs_backward() and self._is_trainable:
-            now = [is_now or was for is_now, was in zip(now, self._is_trainable, strict=True)]
-        self._is_trainable = now
-        self.trainable = [*itertools.compress(self.views, now)]
-        self.has_frozen = not all(now)
+            trained = [now or before for now, before in zip(trained, self._is_trainable, strict=True)]
+        self._is_trainable = trained
+        self.trainable = [*itertools.compress(self.views, trained)]
+        self.has_frozen = not all(trained)
 
     def record_filled(self) -> list[int]:
         """Record that a gather fills the parameters with the shards' current values. Return the indices of changes.

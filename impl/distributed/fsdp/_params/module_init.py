@@ -148,15 +148,15 @@ def _materialize(
     wrapper: type[nn.Module],
 ) -> None:
     """Allocate and initialize a module that was created on the meta device."""
-    own = list(_modules_of_unit(module, ignored, wrapper))
+    submodules = list(_modules_of_unit(module, ignored, wrapper))
     if param_init_fn is not None:
         if not callable(param_init_fn):
             raise ValueError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
-        for submodule in own:
+        for submodule in submodules:
             with _keep_tied(submodule):
                 param_init_fn(submodule)
         return
-    for submodule in own:
+    for submodule in submodules:
         if not any(True for _ in _own_tensors(submodule._parameters, submodule._buffers)):
             continue
         try:

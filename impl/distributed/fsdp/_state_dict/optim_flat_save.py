@@ -201,8 +201,8 @@ class FlatParamState:
         alike: dict[tuple[str, torch.dtype], list[_Item]] = {}
         for item in items:
             alike.setdefault((item.name, item.dtype), []).append(item)
-        for same in alike.values():
-            shard = self._shard(same)
+        for tensor_items in alike.values():
+            shard = self._shard(tensor_items)
             if options.rank0_only and self._groups.shard is not None:
                 unsharded = self._gather_at(destination, shard, self._groups.shard)
             else:
@@ -211,7 +211,7 @@ class FlatParamState:
                 views = handle.wrap_locals(
                     handle.views_of(unsharded.cpu() if options.offloads else unsharded)
                 )
-                yield from ((item, views[item.index]) for item in same)
+                yield from ((item, views[item.index]) for item in tensor_items)
 
     def _gather_at(self, destination: int, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
         """Return all elements [padded_numel] on the destination, None elsewhere.

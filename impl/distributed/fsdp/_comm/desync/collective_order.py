@@ -93,8 +93,8 @@ class CollectiveOrderChecker:
         self._is_open = False
         self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._blocking_devices: dict[str, bool] = {}  # device type -> whether a wait blocks the host
-        self._followers: dict[str, _Followers] = {}
-        self._known: _Followers = {}  # followers of the last collective
+        self._followers_of: dict[str, _Followers] = {}
+        self._followers_of_last: _Followers = {}
 
     def run(
         self, entry: str, collective: Callable[..., dist.Work], group: dist.ProcessGroup, *arguments: Any
@@ -150,14 +150,14 @@ class CollectiveOrderChecker:
             if _is_saving.get() and monitor.has_completed_pending:
                 return
             raise monitor.refusal(group)
-        known = self._known.get(entry)
-        if (known is None or awaits_all) and self._blocks_host(group, device):
+        followers = self._followers_of_last.get(entry)
+        if (followers is None or awaits_all) and self._blocks_host(group, device):
             self._compare_at_once(entry, monitor, group, awaits_all)
-        if known is None:
-            known = self._known[entry] = self._followers.setdefault(entry, {})
+        if followers is None:
+            followers = self._followers_of_last[entry] = self._followers_of.setdefault(entry, {})
         self._history.thread = threading.get_ident()
         self._history.now.entries.append(entry)
-        self._known = known
+        self._followers_of_last = followers
 
     def end_step(self) -> None:
         """Send the collectives since the last call to the monitor, which compares them.
@@ -209,7 +209,7 @@ class CollectiveOrderChecker:
             rank, first = store.claim(f"at/{number}", entry)
             if first != entry:
                 monitor.report_difference(entry, rank, first)
-            elif self._known or awaits_all:
+            elif self._followers_of_last or awaits_all:
                 self._history.rendezvous.add(number)
                 store.count_up(f"met/{number}")
                 if rank == store.rank:
