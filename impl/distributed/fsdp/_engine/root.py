@@ -192,7 +192,7 @@ class Root:
                 unit.leave_backward_open()
             else:
                 unit.complete_backward()
-        self._show_gradients()
+        self._publish_gradients()
         if settings.is_finalized_by_user:
             self.awaited_end = IterationEnd.USER
         else:
@@ -204,7 +204,7 @@ class Root:
         """Reduce the gradients that backwards left, and reshard. `wait_for_gradients` must follow."""
         for unit in self.units:
             unit.finalize_backward()
-        self._show_gradients()
+        self._publish_gradients()
         self._end_pass()
 
     def wait_for_gradients(self) -> None:
@@ -215,7 +215,7 @@ class Root:
         for unit in self.units:
             record_unsynchronized(unit.param_groups, unit.name)
 
-    def _show_gradients(self) -> None:
+    def _publish_gradients(self) -> None:
         """Publish the reduced gradients in `.grad`, on COMPUTE or, if more are added later, on REDUCE."""
         if self.memory.is_all_reducing:
             self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.ALL_REDUCE))
@@ -233,7 +233,7 @@ class Root:
             self.streams.block(self.streams.record(StreamRole.COMPUTE))
         with self.streams.on(accumulates_on):
             for unit in self.units:
-                unit.show_gradients()
+                unit.publish_gradients()
 
     def has_gradients(self) -> bool:
         """Return whether any parameter has gradients to step with, or gradients that are not reduced yet."""

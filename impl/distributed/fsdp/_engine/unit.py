@@ -427,7 +427,7 @@ class Unit(UnitParams[Group_co]):
         elif self._is_freed_in_backward():
             self.reshard()
 
-    def show_gradients(self) -> None:
+    def publish_gradients(self) -> None:
         """Publish the gradients of this backward in `.grad`."""
         for group in self.param_groups:
             group.gradients.end_backward(synced=group.syncs)

@@ -212,7 +212,7 @@ class _SummonedHandle:
             handle.registration.restore_flat_param()
         handle.use_sharded_views()
         if self._grad_shard is not None:
-            handle.gradients.show(self._grad_shard)
+            handle.gradients.publish(self._grad_shard)
         elif self._has_unsharded_grads:
             # This rank had no gradients, while other ranks had some.
             for parameter in handle.parameters:

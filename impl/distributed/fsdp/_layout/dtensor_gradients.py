@@ -214,7 +214,7 @@ class DTensorGradients:
             param.sharded.grad = tensors.get((index, True))
         unreduced = [tensors.get((index, False)) for index in range(len(self._group.params))]
         self._unreduced = unreduced if any(grad is not None for grad in unreduced) else []
-        self._show_unreduced()
+        self._publish_unreduced()
 
     def _take(self) -> HeldGradients:
         """Return all gradients by the index of their parameter and whether they are reduced, and leave none."""
@@ -290,11 +290,11 @@ class DTensorGradients:
         self._were_reduced = True
         has_hooks = any(param.sharded._post_accumulate_grad_hooks for param in params)
         # Cast here, so that `.grad` is memory of the reduction's stream, which waits for the step before it reuses it.
-        reduced = self._as_shown(params, reduced)
+        reduced = self._in_grad_dtype(params, reduced)
         if group.offloads:
             reduced = copy_to_host_async(reduced) if group.pins and not has_hooks else reduced.to("cpu")
         if has_hooks:
-            self._show(params, reduced)
+            self._publish(params, reduced)
             # `.grad` includes the earlier gradients, even if this backward raises.
             self.journal.close()
         else:
@@ -319,15 +319,15 @@ class DTensorGradients:
     def end_backward(self, synced: bool) -> None:
         del synced
         self.journal.close()
-        self._show_unreduced()
+        self._publish_unreduced()
         reduced = list(self._reduced)
         self._forget_reduced()
         for params, flat in reduced:
-            self._show(params, flat)
+            self._publish(params, flat)
         if self._group.options.reshards_after_backward:
             self._group.discard_post_forward_shards()  # shards that this backward did not use
 
-    def _as_shown(self, params: Sequence[ShardedParam], flat: Tensor) -> Tensor:
+    def _in_grad_dtype(self, params: Sequence[ShardedParam], flat: Tensor) -> Tensor:
         """Cast all gradients at once, if those of all parameters have one dtype."""
         dtypes = {param.grad_dtype for param in params}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -350,7 +350,7 @@ class DTensorGradients:
     def _mark_partial(self) -> None:
         self._is_partial = bool(self._unreduced)
 
-    def _show_unreduced(self) -> None:
+    def _publish_unreduced(self) -> None:
         """Publish unreduced gradients on the unsharded parameters, where torch keeps them unless the dtype differs."""
         unsharded = self._group.unsharded_params
         if unsharded is None or not self._unreduced:
@@ -365,7 +365,7 @@ class DTensorGradients:
             self._unreduced = []
 
     @torch.no_grad()
-    def _show(self, params: Sequence[ShardedParam], flat: Tensor) -> None:
+    def _publish(self, params: Sequence[ShardedParam], flat: Tensor) -> None:
         start = int(flat.storage_offset())
         for param in params:
             sharded, local = param.sharded, param.in_grad_dtype(param.shard_in(flat, start))

@@ -42,12 +42,12 @@ class GradientShard:
         self._handle = handle
         self._keeps_low_precision = keeps_low_precision
         self._averaged: Tensor | None = None  # [shard_numel], averages beside an unreduced `.grad`
-        self._reduced: Tensor | None = None  # [shard_numel], of this backward, not shown yet
+        self._reduced: Tensor | None = None  # [shard_numel], of this backward, not published yet
         # [shard_numel], memory of the `.grad` of the user's own parameters.
-        self._shown: Tensor | None = None
-        self._shown_places: list[tuple[int, torch.Size] | None] = []  # address and shape of each
+        self._published: Tensor | None = None
+        self._grad_places: list[tuple[int, torch.Size] | None] = []  # address and shape of each
         # A backward has published gradients, which the user may have cleared since.
-        self._was_shown = False
+        self._was_published = False
         self._unreduced: UnreducedGrads | None = None
         # `.grad` of an unreduced sum that the running backward has reduced.
         self._reduced_grads: ReducedGrads | None = None
@@ -72,10 +72,10 @@ class GradientShard:
         handle = self._handle
         if not handle.use_orig_params:
             return handle.flat_param.grad is not None
-        if self._shown is not None and not is_cleared(self._handle):
+        if self._published is not None and not is_cleared(self._handle):
             return True
-        trained = [parameter.requires_grad for parameter in handle.parameters]
-        return self._was_shown and not handle.layout.is_on_every_rank(compress(handle.layout.slots, trained))
+        trained = compress(handle.layout.slots, [parameter.requires_grad for parameter in handle.parameters])
+        return self._was_published and not handle.layout.is_on_every_rank(trained)
 
     def update_unreduced(self) -> bool:
         """Apply the user's changes to gradients of earlier backwards that are still unreduced.
@@ -101,9 +101,9 @@ class GradientShard:
 
     def forget_if_cleared(self) -> None:
         """Free the memory of gradients that the user has set to None."""
-        if self._shown is not None and is_cleared(self._handle):
-            self._shown = None
-            self._shown_places = []
+        if self._published is not None and is_cleared(self._handle):
+            self._published = None
+            self._grad_places = []
 
     def begin_backward(self) -> None:
         """Apply the user's changes of a published `.grad` that is unreduced.
@@ -170,9 +170,9 @@ class GradientShard:
         if total is not None:
             self._averaged = averaged
             self._unreduced = UnreducedGrads(self._handle, total)
-            self._unreduced.show()
+            self._unreduced.publish()
         elif averaged is not None:
-            self.show(averaged)
+            self.publish(averaged)
 
     def _take(self) -> HeldGradients:
         handle = self._handle
@@ -188,14 +188,14 @@ class GradientShard:
             parts = [(param, piece) for param, piece in pairs if piece is not None]
             held[_AVERAGED] = HeldGradient(averaged, parts)
         if unreduced is not None:
-            parts = list(zip(handle.stepped, unreduced.views_shown, strict=True))
+            parts = list(zip(handle.stepped, unreduced.grad_views, strict=True))
             held[_UNREDUCED] = HeldGradient(unreduced.total, parts)
         return held
 
     def _drop(self) -> None:
-        self._unreduced = self._averaged = self._shown = None
-        self._shown_places = []
-        self._was_shown = False
+        self._unreduced = self._averaged = self._published = None
+        self._grad_places = []
+        self._was_published = False
         for parameter in self._handle.stepped:
             parameter.grad = None
 
@@ -212,7 +212,7 @@ class GradientShard:
         if unreduced is None:
             assert earlier is not None
             return earlier.clone()
-        if unreduced.was_shown:
+        if unreduced.was_published:
             self._reduced_grads = ReducedGrads(self._handle.stepped)
         return unreduced.total.clone() if earlier is None else earlier + unreduced.total
 
@@ -253,9 +253,9 @@ class GradientShard:
             self._reduced_grads = None
         if not synced:
             # If this backward added nothing, the user's changes of `.grad` stay until the next one.
-            if self._unreduced is not None and not self._unreduced.is_shown:
+            if self._unreduced is not None and not self._unreduced.is_published:
                 self._set_current_aside(self._unreduced)
-                self._unreduced.show()
+                self._unreduced.publish()
             return
         reduced, self._reduced = self._reduced, None
         if reduced is None and self._averaged is None:
@@ -267,7 +267,7 @@ class GradientShard:
         assert averaged is not None
         if self._keeps_low_precision and self._handle.is_sharded:
             averaged = averaged.to(self._handle.compute_dtype)
-        self.show(averaged)
+        self.publish(averaged)
         if reduced is not None:
             call_accumulation_hooks(self._handle)
 
@@ -279,15 +279,15 @@ class GradientShard:
         elif current is not None:
             unreduced.add_average(current)
 
-    def show(self, shard: Tensor) -> None:
+    def publish(self, shard: Tensor) -> None:
         """Publish a shard [shard_numel] as the `.grad` of the stepped parameters."""
         handle = self._handle
         if not handle.use_orig_params:
             set_grad(handle.flat_param, shard)
             return
-        self._shown, self._was_shown = shard, True
+        self._published, self._was_published = shard, True
         pieces = handle.pieces_of(shard)
-        self._shown_places = [None if piece is None else (piece.data_ptr(), piece.shape) for piece in pieces]
+        self._grad_places = [None if piece is None else (piece.data_ptr(), piece.shape) for piece in pieces]
         for parameter, piece in zip(handle.parameters, pieces, strict=True):
             if piece is None or not parameter.requires_grad:
                 parameter.grad = None
@@ -312,21 +312,21 @@ class GradientShard:
         finally:
             moved, handle.flat_param.grad = handle.flat_param.grad, None
             if moved is not None:
-                self._show_moved(moved, is_unreduced=unreduced is not None)
+                self._publish_moved(moved, is_unreduced=unreduced is not None)
 
-    def _show_moved(self, moved: Tensor, is_unreduced: bool) -> None:
+    def _publish_moved(self, moved: Tensor, is_unreduced: bool) -> None:
         if not is_unreduced:
-            self.show(moved)
+            self.publish(moved)
             return
         moved = moved.detach()
         self._unreduced = UnreducedGrads(self._handle, moved)
         if self._averaged is not None:
             self._averaged = self._averaged.to(self._handle.flat_param)
-        self._unreduced.show()
+        self._unreduced.publish()
 
     def current(self) -> Tensor | None:
         """Return the content of `.grad`, [shard_numel], or None if there is none or it is not an average."""
-        is_unreduced = self._unreduced is not None and self._unreduced.was_shown
+        is_unreduced = self._unreduced is not None and self._unreduced.was_published
         if is_unreduced or self._reduced_grads is not None:
             return None
         return self._taken_from_grad()
@@ -338,15 +338,15 @@ class GradientShard:
         present = [parameter.grad for parameter in handle.parameters]
         if all(grad is None for grad in present):
             return None
-        if self._shown is not None and self._is_as_shown(present):
-            return self._shown
+        if self._published is not None and self._is_as_published(present):
+            return self._published
         return self._copied_in(present)
 
-    def _is_as_shown(self, present: Sequence[Tensor | None]) -> bool:
-        for grad, place in zip(present, self._shown_places, strict=False):
+    def _is_as_published(self, present: Sequence[Tensor | None]) -> bool:
+        for grad, place in zip(present, self._grad_places, strict=False):
             if place is not None and (grad is None or (grad.data_ptr(), grad.shape) != place):
                 return False
-        return len(self._shown_places) == len(present)
+        return len(self._grad_places) == len(present)
 
     def _copied_in(self, present: Sequence[Tensor | None]) -> Tensor:
         """Copy the gradients into a new shard after the user replaced some or set some to None, which become zeros."""
@@ -385,7 +385,7 @@ class GradientShard:
         if reduced_grads is None or unreduced is None:
             return
         reduced_grads.release()
-        views = unreduced.views_shown
+        views = unreduced.grad_views
         for index in reduced_grads.replaced:
             parameter = self._handle.stepped[index]
             # Without a clear, `.grad` is a gradient of the backward that raised.

@@ -13,7 +13,7 @@ from impl.kernels import keep_for_current_stream
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _Published:
     """`.grad` of one parameter."""
 
     index: int  # index of the parameter
@@ -32,32 +32,32 @@ class UnreducedGrads:
         self.total = total
         self.views = handle.views_of(total)  # gradients of the unsharded parameters
         self.is_partial = False  # includes some gradients of a failed backward
-        self.was_shown = False  # gradients may have been added since
+        self.was_published = False  # gradients may have been added since
         self._handle = handle
-        self._shown: list[_Shown] = []
+        self._published: list[_Published] = []
 
     @property
-    def is_shown(self) -> bool:
+    def is_published(self) -> bool:
         """Whether `.grad` shows the sum as it is, apart from the user's changes."""
-        return bool(self._shown)
+        return bool(self._published)
 
     @property
-    def views_shown(self) -> list[Tensor]:
+    def grad_views(self) -> list[Tensor]:
         """Views of the sum for `.grad` of the stepped parameters."""
         return self.views if self._handle.use_orig_params else [self.total]
 
-    def show(self) -> None:
+    def publish(self) -> None:
         """Publish the sum in `.grad`."""
-        self._shown, self.was_shown = [], True
-        for index, (parameter, view) in enumerate(zip(self._handle.stepped, self.views_shown, strict=True)):
+        self._published, self.was_published = [], True
+        for index, (parameter, view) in enumerate(zip(self._handle.stepped, self.grad_views, strict=True)):
             if parameter.requires_grad:
                 set_grad(parameter, view.detach())
                 assert parameter.grad is not None
-                self._shown.append(_Shown(index, view, parameter.grad._version))
+                self._published.append(_Published(index, view, parameter.grad._version))
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a backward. `show` publishes the new sum."""
-        self._shown = []
+        """Add the gradients of a backward. Call `publish` to show the new sum."""
+        self._published = []
         add_grads(self.views, grads)
 
     def add_average(self, average: Tensor) -> None:
@@ -77,7 +77,7 @@ class UnreducedGrads:
             return []
         others = [
             (index, param, param.grad)
-            for index, (param, view) in enumerate(zip(self._handle.stepped, self.views_shown, strict=True))
+            for index, (param, view) in enumerate(zip(self._handle.stepped, self.grad_views, strict=True))
             if param.grad is not None and not _is_memory_of(param.grad, view)
         ]
         if any(grad.shape != param.shape for _, param, grad in others):
@@ -91,7 +91,7 @@ class UnreducedGrads:
         """
         if self._handle.is_sharded:
             return not is_cleared(self._handle, self.new_grads())
-        pairs = zip(self._handle.stepped, self.views_shown, strict=True)
+        pairs = zip(self._handle.stepped, self.grad_views, strict=True)
         return any(param.grad is not None and _is_memory_of(param.grad, view) for param, view in pairs)
 
     def follow_user(self, new: Sequence[int]) -> list[tuple[int, Tensor | None]]:
@@ -100,21 +100,21 @@ class UnreducedGrads:
         Return the parameters whose averages of earlier backwards change too, with the new average or None for zeros.
         """
         averages: list[tuple[int, Tensor | None]] = []
-        for shown in self._shown:
-            grad = self._handle.stepped[shown.index].grad
-            if grad is not None and shown.index in new:
-                shown.view.zero_()
-                averages.append((shown.index, grad))
+        for published in self._published:
+            grad = self._handle.stepped[published.index].grad
+            if grad is not None and published.index in new:
+                published.view.zero_()
+                averages.append((published.index, grad))
                 continue
-            is_there = grad is not None and grad.data_ptr() == shown.view.data_ptr()
-            if grad is not None and is_there and grad._version == shown.version:
+            is_there = grad is not None and grad.data_ptr() == published.view.data_ptr()
+            if grad is not None and is_there and grad._version == published.version:
                 continue
             if grad is None or not grad.any():
-                shown.view.zero_()
-                averages.append((shown.index, None))
+                published.view.zero_()
+                averages.append((published.index, None))
             elif not is_there:
                 keep_for_current_stream([grad])
-                shown.view.copy_(grad)
+                published.view.copy_(grad)
         return averages
 
 
