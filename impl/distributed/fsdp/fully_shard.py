@@ -213,7 +213,7 @@ class _Pending(UnshardHandle):
     def wait(self) -> None:
         state, self._state = self._state, None
         for gathered_state in () if state is None else (state, *state.param_owners):
-            gathered_state.show_unsharded()
+            gathered_state.register_unsharded()
 
 
 class FSDPModule(_BaseForTypeCheckers):

@@ -75,8 +75,8 @@ def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: b
         handle.write_back_changes()
     make_gather_wait_for_compute(unit.root.streams)
     unit.root.memory.admit(unit)
-    is_shown_here = is_rank0 or not options.rank0_only
-    keeps = is_shown_here and not options.offload_to_cpu
+    has_full_params = is_rank0 or not options.rank0_only
+    keeps = has_full_params and not options.offload_to_cpu
     summoned_handles = [_SummonedHandle(unit, handle, options) for handle in unit.param_groups]
     registries = [registry for handle in unit.param_groups for registry in handle.registration.registries()]
     # If a gather raises, only some of the flat parameters are registered again.
@@ -84,17 +84,17 @@ def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: b
         try:
             with allow_saving():
                 for summoned_handle in summoned_handles:
-                    summoned_handle.begin(is_shown_here)
+                    summoned_handle.begin(has_full_params)
             if not keeps:
                 unit.root.memory.note_resharded(unit)
-            unit.begin_summoning(summoned_handles if is_shown_here else (), by_all=not options.rank0_only)
+            unit.begin_summoning(summoned_handles if has_full_params else (), by_all=not options.rank0_only)
             try:
                 yield
             finally:
                 unit.end_summoning()
         finally:
             for summoned_handle in summoned_handles:
-                if summoned_handle.is_shown:
+                if summoned_handle.is_registered:
                     summoned_handle.end()
             unit.root.memory.note_resharded(unit)
             unit.root.wait_for_pinned_reads()
@@ -112,25 +112,25 @@ class _SummonedHandle:
         self._unit = unit
         self._handle = handle
         self._options = options
-        self._shown_buffer = torch.empty(0)  # [padded_numel], memory of the summoned parameters
+        self._summoned_buffer = torch.empty(0)  # [padded_numel], memory of the summoned parameters
         self._views: list[Tensor] = []
         self._grad_shard: Tensor | None = None
         self._was_computed_with = False
         self._has_unsharded_grads = False
         # Summoned parameters, while the modules have unsharded views instead, for a forward.
-        self._shown_aside: dict[int, Tensor | None] | None = None
+        self._summoned_aside: dict[int, Tensor | None] | None = None
         # Versions of the summoned parameters at the last use by a forward.
         self._versions: list[_Version] = []
         self._first_versions: list[_Version] = []
         self._shard_versions: list[int] = []  # `handle.versions` at the beginning
 
     @property
-    def is_shown(self) -> bool:
+    def is_registered(self) -> bool:
         return bool(self._views)
 
     @torch.inference_mode(False)  # inference tensors have no version
     @torch.no_grad()
-    def begin(self, is_shown_here: bool) -> None:
+    def begin(self, has_full_params: bool) -> None:
         handle, unit = self._handle, self._unit
         unsharded = handle.unsharded(handle.dtype)
         streams = unit.root.streams
@@ -138,13 +138,13 @@ class _SummonedHandle:
             gather(handle, handle.dtype, unit.name)
         streams.wait(StreamRole.COMPUTE, streams.record(StreamRole.GATHER))
         grads = self._gather_grads() if self._options.with_grads else None
-        if not is_shown_here:
+        if not has_full_params:
             return
-        self._shown_buffer = unsharded.flat
+        self._summoned_buffer = unsharded.flat
         if self._options.offload_to_cpu and handle.is_sharded:
-            self._shown_buffer = torch.empty_like(unsharded.flat, device="cpu").copy_(unsharded.flat)
+            self._summoned_buffer = torch.empty_like(unsharded.flat, device="cpu").copy_(unsharded.flat)
         self._shard_versions = handle.versions
-        self._views = handle.views_of(self._shown_buffer)
+        self._views = handle.views_of(self._summoned_buffer)
         handle.registration.register_unsharded_params(self._views)
         self._first_versions = self._versions = self._versions_now()
         if grads is not None:
@@ -171,30 +171,30 @@ class _SummonedHandle:
 
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
         handle = self._handle
-        if self._shown_aside is None:
+        if self._summoned_aside is None:
             self._apply_user_changes()
-            self._shown_aside = dict(handle.registration.registered())
+            self._summoned_aside = dict(handle.registration.registered())
             if not handle.use_orig_params:
                 handle.registration.restore_flat_param()
             unsharded = handle.unsharded(dtype)
-            if unsharded.flat.data_ptr() != self._shown_buffer.data_ptr():
+            if unsharded.flat.data_ptr() != self._summoned_buffer.data_ptr():
                 unsharded.allocate()
-                unsharded.flat.copy_(self._shown_buffer)
+                unsharded.flat.copy_(self._summoned_buffer)
             unsharded.record_filled(handle.versions)
         self._was_computed_with = True
         return handle.use_unsharded_views(dtype)
 
-    def show_kept(self) -> None:
-        if self._shown_aside is None:
+    def register_kept(self) -> None:
+        if self._summoned_aside is None:
             return
         self._handle.use_sharded_views()
-        shown = [cast("Tensor", self._shown_aside[index]) for index in range(len(self._shown_aside))]
-        self._shown_aside = None
+        shown = [cast("Tensor", self._summoned_aside[index]) for index in range(len(self._summoned_aside))]
+        self._summoned_aside = None
         self._handle.registration.register_again(shown)
 
     def end(self) -> None:
         # A failed backward inside has left its views in the modules, perhaps in a lower precision.
-        self.show_kept()
+        self.register_kept()
         handle = self._handle
         keeps = self._options.writeback or not handle.is_sharded
         if keeps:
@@ -270,10 +270,10 @@ class _SummonedHandle:
     def _write_back(self) -> None:
         handle = self._handle
         handle.shard_casts.forget()  # writes to `.data`
-        if not handle.is_sharded and self._shown_buffer.device == handle.flat_param.device:
+        if not handle.is_sharded and self._summoned_buffer.device == handle.flat_param.device:
             return  # the shard has the same memory
         first = handle.rank * handle.layout.shard_numel if handle.is_sharded else 0
-        handle.flat_param.data.copy_(self._shown_buffer[first : first + handle.layout.shard_numel])
+        handle.flat_param.data.copy_(self._summoned_buffer[first : first + handle.layout.shard_numel])
         if self._grad_shard is not None:
             grads = torch.zeros(
                 handle.layout.padded_numel, dtype=self._grad_shard.dtype, device=handle.device

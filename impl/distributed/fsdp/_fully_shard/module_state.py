@@ -195,7 +195,7 @@ class ModuleState:
             state.ensure_root()
             state.unit.gather_on_request()
 
-    def show_unsharded(self) -> None:
+    def register_unsharded(self) -> None:
         """Register the parameters that the user requested to gather."""
         if self.unit.is_unsharded:
             self.unit.unshard()

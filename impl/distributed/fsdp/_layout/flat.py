@@ -138,7 +138,7 @@ class FlatParamGroup(FlatParamHandle):
         with ExitStack() as stack:
             stack.callback(self.refresh)
             if self.use_orig_params:
-                stack.enter_context(self.registration.showing_flat_param(self.flat_param))
+                stack.enter_context(self.registration.registering_flat_param(self.flat_param))
             stack.callback(self.registration.follow_replacement)
             yield
 
@@ -193,7 +193,7 @@ class FlatParamGroup(FlatParamHandle):
                     dtype,
                     self.device,
                     over=shard if aliases_shard else None,
-                    shown_sharded=None if self.use_orig_params else self.flat_param,
+                    sharded_flat_param=None if self.use_orig_params else self.flat_param,
                 )
                 if self.use_orig_params:
                     buffer.views = [nn.Parameter(view, requires_grad=False) for view in buffer.views]
@@ -217,7 +217,7 @@ class FlatParamGroup(FlatParamHandle):
         del after_forward
         self.registration.use_sharded_views()
 
-    def show_kept(self) -> None:
+    def register_kept(self) -> None:
         """Register the sharded views, because users see the shards between a forward and its backward."""
         self.use_sharded_views()
 

@@ -17,12 +17,12 @@ from impl.kernels import keep_for_current_stream
 class UnshardedBuffer:
     """All elements in one dtype: temporary memory `flat` [padded_numel], and permanent `views` of it.
 
-    `flat_param` is another view, which modules show instead of the sharded flat parameter. It is None if modules have
+    `flat_param` is another view, which modules have instead of the sharded flat parameter. It is None if modules have
     the user's parameters. `take_gradients` adds its gradient to those of the views.
 
     Args:
         over: the shard, if the buffer aliases it.
-        shown_sharded: flat parameter that modules show while it is sharded.
+        sharded_flat_param: flat parameter that modules have while it is sharded.
     """
 
     def __init__(  # noqa: PLR0913  called once
@@ -32,7 +32,7 @@ class UnshardedBuffer:
         dtype: torch.dtype,
         device: torch.device,
         over: Tensor | None,
-        shown_sharded: FlatParameter | None,
+        sharded_flat_param: FlatParameter | None,
     ) -> None:
         self.aliases_shard = over is not None
         self._slots = layout.slots
@@ -43,7 +43,7 @@ class UnshardedBuffer:
         self._nbytes = self._storage.nbytes()
         pairs = zip(param_infos, layout.slots, strict=True)
         self.views: list[Tensor] = [info.wrap_local(view_into(self.flat, slot)) for info, slot in pairs]
-        self.flat_param = None if shown_sharded is None else self._flat_param_like(shown_sharded)
+        self.flat_param = None if sharded_flat_param is None else self._flat_param_like(sharded_flat_param)
         # Gathers write without autograd's knowledge, so any change of these versions was a write to a parameter.
         self._versions = [tensor._version for tensor in self._tensors]
         self._filled_from: list[int] = []  # versions of the shard
@@ -69,7 +69,7 @@ class UnshardedBuffer:
 
     @property
     def _tensors(self) -> list[Tensor]:
-        """The views, followed by the flat parameter if modules show it."""
+        """The views, followed by the flat parameter if modules have it."""
         return self.views if self.flat_param is None else [*self.views, self.flat_param]
 
     def set_requires_grad(self, wants_grad: list[bool]) -> None:

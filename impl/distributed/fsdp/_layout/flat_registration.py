@@ -127,7 +127,7 @@ class FlatRegistration:
     # Temporary tensors
 
     @contextmanager
-    def showing(self, parameters: Sequence[Tensor]) -> Generator[None]:
+    def registering(self, parameters: Sequence[Tensor]) -> Generator[None]:
         """Context manager in which `parameters` are registered in the modules, and the flat parameter is not."""
         use_orig_params = self._handle.use_orig_params
         with keeping_order(self.registries()):
@@ -149,7 +149,7 @@ class FlatRegistration:
                     self.use_sharded_views()
 
     @contextmanager
-    def showing_flat_param(self, parameter: Tensor) -> Generator[None]:
+    def registering_flat_param(self, parameter: Tensor) -> Generator[None]:
         """Context manager in which only `parameter` is registered, as the flat parameter."""
         with keeping_order(self.registries()):
             if self._handle.use_orig_params:

@@ -410,7 +410,7 @@ class DTensorGroup:
             tensors[index] = unsharded
         return tensors
 
-    def show_kept(self) -> None:
+    def register_kept(self) -> None:
         if self._substitutes:
             self._registration.register(self._with_substitutes(self._expected_tensors()))
 
@@ -418,7 +418,7 @@ class DTensorGroup:
         """Return `expected`, with the user's tensor instead where a module still has a substitute."""
         tensors = list(expected)
         for index, shown in self._registration.registered() if self._substitutes else ():
-            if (substitute := self._substitutes.get(index)) is not None and substitute.is_shown_as(shown):
+            if (substitute := self._substitutes.get(index)) is not None and substitute.matches(shown):
                 tensors[index] = substitute.original
         # The originals are remembered, because an evaluation registers the group's tensors twice after its forward.
         self._substitutes = {

@@ -18,7 +18,7 @@ class Substitute(NamedTuple):
     # Tensor that modules compute with in the forward. None before and after it.
     unsharded: Tensor | None
 
-    def is_shown_as(self, tensor: Tensor | None) -> bool:
+    def matches(self, tensor: Tensor | None) -> bool:
         return tensor is not None and (tensor is self.original or tensor is self.unsharded)
 
 

@@ -252,7 +252,7 @@ class ParamGroup(Protocol):
     def discard_post_forward_shards(self) -> None:
         """Register the shards in the modules, not larger ones for backward, so that the next gather reads them."""
 
-    def show_kept(self) -> None:
+    def register_kept(self) -> None:
         """Register in the modules a group that stays unsharded after a forward or backward."""
 
     def swap_unsharded(self, other: Any) -> Any:

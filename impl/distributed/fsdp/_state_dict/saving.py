@@ -63,7 +63,7 @@ class StateDictSaving:
         self._gets_no_values = (
             not self._unit.summoned if self._issues_no_gather else is_rank0_only and wrapper.rank != 0
         )
-        self._shown = ExitStack()
+        self._registered = ExitStack()
         # Tied parameters have several keys, which must not share memory in the dict.
         self._copies: dict[int, bool] = {}  # storage -> whether a key has it already
         self._packed: set[int] = set()  # ids of chunks that a key has already
@@ -82,18 +82,18 @@ class StateDictSaving:
         write_back_and_reshard(self._unit, self._kind)
         for handle in self._unit.param_groups:
             if self._kind is not StateDictType.LOCAL_STATE_DICT:
-                self._shown.enter_context(handle.registration.showing(self._values_of(handle)))
+                self._registered.enter_context(handle.registration.registering(self._values_of(handle)))
             elif handle.use_orig_params:
-                self._shown.enter_context(handle.registration.showing(stand_ins_for(handle, self)))
+                self._registered.enter_context(handle.registration.registering(stand_ins_for(handle, self)))
 
     def abandon(self) -> None:
         """Register what the modules had before."""
-        self._shown.close()
+        self._registered.close()
 
     @torch.no_grad()
     def end(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Convert the values that the walk has collected below the prefix, and give them their names."""
-        self._shown.close()
+        self._registered.close()
         for key in [key for key in state_dict if key.startswith(prefix)]:
             value = state_dict[key]
             name = prefix + key.removeprefix(prefix).removeprefix(WRAPPED)

@@ -50,7 +50,7 @@ class UnitLoading:
         self._unit = wrapper._unit
         self._kind = kind
         self._config = config
-        self._shown = ExitStack()
+        self._registered = ExitStack()
         self._sources: dict[FlatParamGroup, list[Any]] = {}
 
     def begin(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
@@ -67,7 +67,7 @@ class UnitLoading:
         if has_own and self._kind is StateDictType.FULL_STATE_DICT:
             self._replace_own_parameters(state_dict, prefix, stand_ins)
         for handle in self._unit.param_groups:
-            self._shown.enter_context(handle.registration.showing(stand_ins[handle]))
+            self._registered.enter_context(handle.registration.registering(stand_ins[handle]))
         return problems
 
     def _replace_own_parameters(
@@ -89,7 +89,7 @@ class UnitLoading:
         """Take the values of the stand-ins. A second call does nothing."""
         if not self._sources:
             self._sources = {handle: _loaded_values(handle) for handle in self._unit.param_groups}
-        self._shown.close()
+        self._registered.close()
 
     def problems_of_sources(self) -> list[str]:
         """Return the values that were assigned to a parameter and cannot be copied into it, as text."""
@@ -135,7 +135,7 @@ class UnitLoading:
         for handle, sources in self._sources.items():
             present = [index for index, source in enumerate(sources) if source is not None]
             if self._goes_to_first_rank(handle):
-                self._show(handle, {index: sources[index] for index in present})
+                self._write_summoned(handle, {index: sources[index] for index in present})
                 continue
             is_summoned, shard = self._unit.phase in SUMMONED, handle.flat_param.detach()
             if is_summoned and handle.is_sharded:
@@ -152,7 +152,7 @@ class UnitLoading:
                         _write_unsharded(handle, shard, index, sources[index])
             if is_summoned:
                 views = handle.views_of(handle.gather_like(shard, self._unit.name))
-                self._show(handle, {index: views[index] for index in present})
+                self._write_summoned(handle, {index: views[index] for index in present})
 
     def _goes_to_first_rank(self, handle: FlatParamGroup) -> bool:
         """Return whether the values are written to the first rank's unsharded parameters, and nowhere else."""
@@ -258,8 +258,8 @@ class UnitLoading:
             self._sources[handle] = [shard]
             shape = handle.flat_param.shape
             state_dict[key] = self._stand_in(shape, dtype_of(value), name)
-            self._shown.enter_context(
-                handle.registration.showing_flat_param(self._stand_in(shape, handle.dtype, name))
+            self._registered.enter_context(
+                handle.registration.registering_flat_param(self._stand_in(shape, handle.dtype, name))
             )
         return problems
 
@@ -306,7 +306,7 @@ class UnitLoading:
         like = torch.empty(shape, dtype=dtype, device="meta")
         return StandIn.create(like, name, device=self._wrapper.compute_device, owner=self, source=source)
 
-    def _show(self, handle: FlatParamGroup, loaded: dict[int, Tensor]) -> None:
+    def _write_summoned(self, handle: FlatParamGroup, loaded: dict[int, Tensor]) -> None:
         """Copy loaded values into the unsharded parameters inside `summon_full_params`, if this rank has them."""
         if not self._unit.summoned:
             return
