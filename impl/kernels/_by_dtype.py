@@ -77,17 +77,14 @@ def may_share_memory(tensors: Sequence[Tensor]) -> bool:
     if len(tensors) < 2:
         return False
     start_T = _as_tensor(Addresses(tensors).column)  # T = tensors
-    bytes_T = _as_tensor(Column(map(_range_bytes if _have_gaps(tensors) else _nbytes, tensors)))
+    are_contiguous = all(map(Tensor.is_contiguous, tensors))
+    bytes_T = _as_tensor(Column(map(_nbytes if are_contiguous else _range_bytes, tensors)))
     # Tensors without memory, like torch's zero tensors, share none.
     return not are_disjoint(start_T, start_T + bytes_T * (start_T != 0))
 
 
 def _as_tensor(column: Column) -> Tensor:
     return numbers_in(column.numbers.tobytes())
-
-
-def _have_gaps(tensors: Sequence[Tensor]) -> bool:
-    return not all(map(Tensor.is_contiguous, tensors))
 
 
 def _range_bytes(tensor: Tensor) -> int:

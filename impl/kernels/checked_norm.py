@@ -138,13 +138,8 @@ def _found_inf_by_torch(groups: list[list[Tensor]]) -> Tensor:
             largest.extend(torch.linalg.vector_norm(t, math.inf) for t in filled)
     if not largest:
         return _flag(False, groups[0][0].device)
-    return _nonfinite_flag(torch.stack([norm.double() for norm in largest]))
+    return torch.stack([norm.double() for norm in largest]).isfinite().all().logical_not().float()
 
 
 def _flag(is_set: bool, device: torch.device) -> Tensor:
     return torch.full((), float(is_set), dtype=torch.float32, device=device)
-
-
-def _nonfinite_flag(values: Tensor) -> Tensor:
-    """Return 1.0 if one of `values` is inf or nan, else 0.0, as f32 and 0-dim. Sync: none."""
-    return values.isfinite().all().logical_not().float()
