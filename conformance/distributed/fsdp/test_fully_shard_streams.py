@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -13,113 +11,19 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from conformance import simulator
 from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingReduceScatter
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.streamed_training import UNIT_NUMEL, WIDTH, StreamedTraining
 from conformance.distributed.fsdp.scenes.twins import PlainTwins
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 
-_WIDTH, _STEPS = 16, 3
+_STEPS = 3
 _LARGE_NUMEL = 160_000  # elements of a buffer whose memory is not split
-_UNIT_NUMEL = _WIDTH * (_WIDTH + 1)  # elements of a layer, and of its gathered or reduced buffer
-
-
-class _Fork(nn.Module):
-    """Two layers, of which one computes on a stream of its own."""
-
-    def __init__(self, stream: torch.Stream | None) -> None:
-        super().__init__()
-        self.a, self.b, self.stream = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH), stream
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.stream is None:
-            return self.a(x) + self.b(x)
-        main = torch.accelerator.current_stream()
-        self.stream.wait_stream(main)
-        with self.stream:
-            z = self.b(x)
-        y = self.a(x)
-        main.wait_stream(self.stream)
-        return y + z
-
-
-class _Training:
-    """Model of three layers and streams of the user, which the unsharded reference on the CPU does not have.
-
-    The second layer forks if `forks`.
-    """
-
-    def __init__(
-        self, scene: Scene, api: str = "fully_shard", *, forks: bool = False, **options: Any
-    ) -> None:
-        self.device, self.api = scene.rank.device, api
-        self.streams = [torch.Stream(self.device) if scene.shards else None for _ in range(3)]
-        with torch.random.fork_rng([]):
-            torch.manual_seed(0)
-            layers: list[nn.Module] = [nn.Linear(_WIDTH, _WIDTH) for _ in range(3)]
-            if forks:
-                layers[1] = _Fork(self.streams[0])
-        model = nn.Sequential(*layers).to(self.device)
-        if api == "fully_shard":
-            self.model = scene.shard_children(model, **options)
-        else:
-            self.model = scene.wrap(
-                model, strategy="FULL_SHARD", units=[nn.Linear], use_orig_params=True, **options
-            )
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.5)
-        self.x = torch.linspace(-1, 1, _UNIT_NUMEL, device=self.device).view(-1, _WIDTH)
-
-    def loss(self, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
-        return self.model(factor * self.x).square().mean()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    @contextlib.contextmanager
-    def unsynchronised(self) -> Generator[None]:
-        """Context manager for a forward and backward without synchronisation."""
-        if self.api != "fully_shard":
-            with self.model.no_sync():
-                yield
-            return
-        self.model.set_requires_gradient_sync(False)
-        yield
-        self.model.set_requires_gradient_sync(True)
-
-    @contextlib.contextmanager
-    def on(self, stream: torch.Stream | None, *, joins: bool = True) -> Generator[None]:
-        """Context manager for work on a stream, which waits for the current one, and the reverse if it `joins`."""
-        if stream is None:
-            yield
-            return
-        main = torch.accelerator.current_stream()
-        stream.wait_stream(main)
-        with stream:
-            yield
-        if joins:
-            main.wait_stream(stream)
-
-    def fill_freed_memory(self, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        """Return tensors that get memory which was given back to the current stream."""
-        sizes = (_UNIT_NUMEL, _UNIT_NUMEL - _WIDTH, _UNIT_NUMEL // 2, _WIDTH) * 12
-        return [torch.full((size,), 7.0, device=self.device, dtype=dtype) for size in sizes]
-
-    def fill_freed_memory_of(self, stream: torch.Stream | None, dtype: torch.dtype = torch.float32) -> None:
-        """Make `stream` allocate, as for the next batch. Then the current stream waits for it."""
-        if stream is not None:
-            with stream:
-                memory = self.fill_freed_memory(dtype)
-            torch.accelerator.current_stream().wait_stream(stream)
-            del memory
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return full_parameters(self.model)
 
 
 def forwards_on_two_streams(scene: Scene, api: str = "fully_shard") -> list[torch.Tensor]:
     """Return the losses of a training with one backward of two forwards."""
-    training, losses = _Training(scene, api), list[torch.Tensor]()
+    training, losses = StreamedTraining(scene, api), list[torch.Tensor]()
     for _ in range(_STEPS):
         for stream in training.streams[:2]:
             with training.on(stream):
@@ -135,7 +39,7 @@ def forwards_of_fsdp_on_two_streams(scene: Scene) -> list[torch.Tensor]:
 
 def backward_of_two_of_three_forwards(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training with forwards on three streams, of which the first has a backward of its own."""
-    training, losses = _Training(scene), list[torch.Tensor]()
+    training, losses = StreamedTraining(scene), list[torch.Tensor]()
     for _ in range(_STEPS):
         for factor, stream in enumerate(training.streams, 1):
             with training.on(stream):
@@ -148,7 +52,7 @@ def backward_of_two_of_three_forwards(scene: Scene) -> list[torch.Tensor]:
 
 def microbatches_on_two_streams(scene: Scene, api: str = "fully_shard") -> list[torch.Tensor]:
     """Return the losses of a training whose first microbatch of two is on a side stream, without synchronisation."""
-    training, losses = _Training(scene, api), list[torch.Tensor]()
+    training, losses = StreamedTraining(scene, api), list[torch.Tensor]()
     for _ in range(_STEPS):
         with training.on(training.streams[0]), training.unsynchronised():
             training.loss(2.0).backward()
@@ -165,7 +69,7 @@ def microbatches_of_fsdp_on_two_streams(scene: Scene) -> list[torch.Tensor]:
 
 def layer_on_inner_stream(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training in which a module computes one of its layers on another stream."""
-    training, losses = _Training(scene, forks=True), list[torch.Tensor]()
+    training, losses = StreamedTraining(scene, forks=True), list[torch.Tensor]()
     for _ in range(_STEPS):
         losses.append(training.loss())
         losses[-1].backward()
@@ -179,7 +83,7 @@ def head_beside_microbatches(scene: Scene) -> list[torch.Tensor]:
 
     Units stay unsharded after a forward, so the backwards of the microbatches reshard the head too.
     """
-    training, losses = _Training(scene, reshard_after_forward=False), list[torch.Tensor]()
+    training, losses = StreamedTraining(scene, reshard_after_forward=False), list[torch.Tensor]()
     body, _, head = training.model
     training.loss().backward()
     training.step()
@@ -200,7 +104,7 @@ def head_beside_microbatches(scene: Scene) -> list[torch.Tensor]:
 
 def forward_on_side_stream(scene: Scene) -> dict[str, torch.Tensor]:
     """Train with each forward on a stream that allocates memory after the backward."""
-    training = _Training(scene)
+    training = StreamedTraining(scene)
     for _ in range(_STEPS):
         with training.on(training.streams[0]):
             loss = training.loss()
@@ -217,7 +121,7 @@ def step_on_side_stream(scene: Scene, unshards: bool = True) -> dict[str, torch.
     forward.
     """
     policy = scene.api.MixedPrecisionPolicy(reduce_dtype=torch.float64) if scene.shards else None
-    training = _Training(scene, mp_policy=policy)
+    training = StreamedTraining(scene, mp_policy=policy)
     for _ in range(_STEPS):
         training.loss().backward()
         side = training.streams[0]
@@ -241,15 +145,15 @@ class _PersistentReduceScatter(ReportingReduceScatter):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(lambda _: None)
-        self._buffer = torch.empty(_UNIT_NUMEL, device=device)
+        self._buffer = torch.empty(UNIT_NUMEL, device=device)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        is_input = torch.Size(size).numel() == _UNIT_NUMEL
+        is_input = torch.Size(size).numel() == UNIT_NUMEL
         return self._buffer if is_input else super().allocate(size, dtype=dtype, device=device)
 
 
 def persistent_reduce_scatter(scene: Scene) -> dict[str, torch.Tensor]:
-    training = _Training(scene)
+    training = StreamedTraining(scene)
     comm = _PersistentReduceScatter(training.device)
     for unit in training.model:
         unit.set_custom_reduce_scatter(comm)
@@ -273,7 +177,7 @@ def _step_in_hooks(model: nn.Module) -> None:
 
 def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training that steps in hooks."""
-    training = _Training(scene)
+    training = StreamedTraining(scene)
     _step_in_hooks(training.model)
     training.model.set_is_last_backward(False)
     losses = []
@@ -285,7 +189,7 @@ def steps_in_hooks_before_last_backward(scene: Scene) -> list[torch.Tensor]:
 
 def steps_in_hooks_of_failed_backward(scene: Scene, **options: Any) -> torch.Tensor:
     """Return the loss after a backward that steps in hooks and then raises."""
-    training = _Training(scene, **options)
+    training = StreamedTraining(scene, **options)
     _step_in_hooks(training.model)
     factor = torch.ones((), device=training.device, requires_grad=True)
     factor.register_hook(_fail)
@@ -303,7 +207,7 @@ def _fail(gradient: torch.Tensor) -> None:
 
 def gradient_hooks_before_last_backward(scene: Scene) -> dict[str, torch.Tensor]:
     """Train with hooks that read a tensor which the user changes after each of two microbatches."""
-    training, scale = _Training(scene), torch.ones((), device=scene.rank.device)
+    training, scale = StreamedTraining(scene), torch.ones((), device=scene.rank.device)
     for param in training.model.parameters():
         param.register_hook(lambda gradient: gradient * scale)
     for _ in range(_STEPS):
@@ -317,7 +221,7 @@ def gradient_hooks_before_last_backward(scene: Scene) -> dict[str, torch.Tensor]
 
 def unshard_between_on_side_stream(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training in which a side stream gathers units, of shards over half of the ranks."""
-    training, losses = _Training(scene, reshard_after_forward=2), list[torch.Tensor]()
+    training, losses = StreamedTraining(scene, reshard_after_forward=2), list[torch.Tensor]()
     for _ in range(_STEPS):
         losses.append(training.loss())
         with training.on(training.streams[0], joins=False):
@@ -333,11 +237,11 @@ def unshard_between_on_side_stream(scene: Scene) -> list[torch.Tensor]:
 def sequence_parallel_forward_on_side_stream(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training whose gradients are partial sums over half of the ranks."""
     mesh, side = scene.rank.mesh(2, 2, names=("data", "model")), torch.Stream(scene.rank.device)
-    model = nn.Sequential(nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)).to(scene.rank.device)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)).to(scene.rank.device)
     parallelize_module(model, mesh["model"], {"0": SequenceParallel(), "1": SequenceParallel()})
     scene.shard_children(model, mesh=mesh["data"])
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.5), list[torch.Tensor]()
-    x = torch.linspace(-1, 1, 8 * _WIDTH, device=scene.rank.device).view(2, 4, _WIDTH)
+    x = torch.linspace(-1, 1, 8 * WIDTH, device=scene.rank.device).view(2, 4, WIDTH)
     for _ in range(_STEPS):
         side.wait_stream(torch.accelerator.current_stream())
         with side:
@@ -345,7 +249,7 @@ def sequence_parallel_forward_on_side_stream(scene: Scene) -> list[torch.Tensor]
         torch.accelerator.current_stream().wait_stream(side)
         losses[-1].backward()
         with side:
-            next_batch = [torch.full((_WIDTH,), 7.0, device=scene.rank.device) for _ in range(40)]
+            next_batch = [torch.full((WIDTH,), 7.0, device=scene.rank.device) for _ in range(40)]
         torch.accelerator.current_stream().wait_stream(side)
         del next_batch
         optimizer.step()
@@ -358,7 +262,7 @@ def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
 
     It is computed before the forward, so that it is differentiated last, or after it.
     """
-    training = _Training(scene)
+    training = StreamedTraining(scene)
 
     def penalty() -> Any:
         params = training.model.parameters()
@@ -377,7 +281,7 @@ def penalty_of_shards(scene: Scene) -> dict[str, torch.Tensor]:
 
 def finalizations_of_user(scene: Scene) -> dict[str, torch.Tensor]:
     """Train with reductions that the user starts after each backward and waits for before each step."""
-    training = _Training(scene)
+    training = StreamedTraining(scene)
     training.model.set_manual_backward_finalization(True)
     for _ in range(_STEPS):
         training.loss().backward()
@@ -388,7 +292,7 @@ def finalizations_of_user(scene: Scene) -> dict[str, torch.Tensor]:
 
 def microbatches_before_last_backward(scene: Scene) -> dict[str, torch.Tensor]:
     """Train with microbatches whose gradients a scaler takes while they are reduced."""
-    training = _Training(scene)
+    training = StreamedTraining(scene)
     scaler = scene.library.find("amp.GradScaler")(scene.rank.device.type)
     training.model.set_is_last_backward(False)
     for _ in range(_STEPS):
@@ -400,7 +304,7 @@ def microbatches_before_last_backward(scene: Scene) -> dict[str, torch.Tensor]:
 
 def penalty_of_fsdp_on_side_stream(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training in which a side stream first computes gradients of the sharded parameters."""
-    training, losses = _Training(scene, "FullyShardedDataParallel"), list[torch.Tensor]()
+    training, losses = StreamedTraining(scene, "FullyShardedDataParallel"), list[torch.Tensor]()
     params = [param for param in training.model.parameters() if param.numel()]
     for _ in range(_STEPS):
         with training.on(training.streams[0]):
@@ -415,7 +319,7 @@ def penalty_of_fsdp_on_side_stream(scene: Scene) -> list[torch.Tensor]:
 def kept_low_precision_gradients_of_two_streams(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training that adds up gradients of two streams, in another dtype than the parameters'."""
     precision = scene.api.MixedPrecision(param_dtype=torch.float64, keep_low_precision_grads=True)
-    training = _Training(scene, "FullyShardedDataParallel", mixed_precision=precision)
+    training = StreamedTraining(scene, "FullyShardedDataParallel", mixed_precision=precision)
     losses = []
     for _ in range(_STEPS):
         with training.on(training.streams[0]):
@@ -429,13 +333,13 @@ def kept_low_precision_gradients_of_two_streams(scene: Scene) -> list[torch.Tens
 
 def first_forward_of_fsdp_on_side_stream(scene: Scene) -> torch.Tensor:
     """Return the output of a first forward, which casts the buffers, while the current stream allocates memory."""
-    layer = nn.Linear(_WIDTH, _WIDTH).to(scene.rank.device)
+    layer = nn.Linear(WIDTH, WIDTH).to(scene.rank.device)
     nn.init.ones_(layer.weight)
     nn.init.zeros_(layer.bias)
     layer.register_buffer("factor", torch.full((_LARGE_NUMEL,), 2.0, device=scene.rank.device))
-    layer.register_forward_hook(lambda layer, _, output: output * layer.factor[:_WIDTH])
+    layer.register_forward_hook(lambda layer, _, output: output * layer.factor[:WIDTH])
     model = scene.wrap(layer, mixed_precision=scene.api.MixedPrecision(buffer_dtype=torch.float64))
-    x = torch.ones(1, _WIDTH, device=scene.rank.device)
+    x = torch.ones(1, WIDTH, device=scene.rank.device)
     if not scene.shards:
         return model(x).double()
     main, side = torch.accelerator.current_stream(), torch.Stream(scene.rank.device)
@@ -450,7 +354,7 @@ def first_forward_of_fsdp_on_side_stream(scene: Scene) -> torch.Tensor:
 
 def assigned_data_of_fsdp_on_two_streams(scene: Scene) -> list[torch.Tensor]:
     """Return the losses of a training with data that is assigned to the parameters on the stream of each forward."""
-    training, losses = _Training(scene, "FullyShardedDataParallel"), list[torch.Tensor]()
+    training, losses = StreamedTraining(scene, "FullyShardedDataParallel"), list[torch.Tensor]()
     for stream in (None, training.streams[0], None, training.streams[1]):
         with training.on(stream, joins=False):
             for param in training.model.parameters():
@@ -468,7 +372,7 @@ def assigned_data_of_fsdp_on_two_streams(scene: Scene) -> list[torch.Tensor]:
 
 def microbatches_of_scaler(scene: Scene) -> torch.Tensor:
     """Return the sum of gradients of microbatches whose forwards are on a side stream. Nothing is sharded."""
-    training, param = _Training(scene), nn.Parameter(torch.ones(_WIDTH, device=scene.rank.device))
+    training, param = StreamedTraining(scene), nn.Parameter(torch.ones(WIDTH, device=scene.rank.device))
     optimizer = torch.optim.SGD([param], 0.5)
     scaler = scene.library.find("amp.GradScaler")(scene.rank.device.type)
     for factor in (1.0, 2.0, 4.0):
@@ -549,7 +453,7 @@ def test_waits_order_microbatches_of_scaler(plain_twins: PlainTwins, device: str
     if device != simulator.NAME:
         unavailable("the simulated device")
     for gradient in plain_twins.values(microbatches_of_scaler):
-        assert gradient.values.tolist() == [2.0 * (1.0 + 4.0 + 16.0)] * _WIDTH
+        assert gradient.values.tolist() == [2.0 * (1.0 + 4.0 + 16.0)] * WIDTH
 
 
 @clause("distributed.fsdp.fully_shard.user_streams")
