@@ -407,7 +407,7 @@ def without_wait(rank: Rank, training: Callable[..., Any], file: str, line: int,
     from impl.distributed.fsdp._engine import streams  # noqa: PLC0415 - after the device is registered
 
     with contextlib.ExitStack() as stack:
-        for name in ("wait", "wait_in", "block"):
+        for name in ("wait", "wait_stream", "wait_in", "block"):
             waits = getattr(streams.DeviceStreams, name)
 
             def unless_dropped(*arguments: Any, waits: Callable[..., None] = waits) -> None:

@@ -135,10 +135,15 @@ def waits() -> Iterator[tuple[str, int, str]]:
         for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.Call):
                 continue
-            called = ast.unparse(node.func)
-            is_wait = called.endswith(("streams.wait", "streams.wait_in", "streams.block"))
-            if is_wait or called.endswith(
-                ("wait_for_pinned_reads", "make_gather_wait_for_compute", "block_host_until_shards_read")
+            if ast.unparse(node.func).endswith(
+                (
+                    "streams.wait",
+                    "streams.wait_stream",
+                    "streams.wait_in",
+                    "streams.block",
+                    "streams.block_until_shards_read",
+                    "wait_for_pinned_reads",
+                )
             ):
                 yield file.name, node.lineno, ast.unparse(node)
 

@@ -34,12 +34,12 @@ def reduce_gradients(unit: UnitParams[ParamGroup], group: ParamGroup, grads: lis
         dtype = group.dtype
     if reduction.custom_reduce_scatter is not None:
         # The user's reduce-scatter may allocate the same memory for every input.
-        root.streams.wait(StreamRole.COMPUTE, root.streams.record(StreamRole.REDUCE))
+        root.streams.wait_stream(StreamRole.COMPUTE, StreamRole.REDUCE)
     # A user's hook may keep its argument, and the buffer becomes `.grad` if nothing is sharded.
     is_scratch = reduction.comm_hook is None and group.groups.shard is not None
     buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_scratch=is_scratch))
     grads.clear()  # frees their memory for the collective
-    root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
+    root.streams.wait_stream(StreamRole.REDUCE, StreamRole.COMPUTE)
     with span("FSDP::post_backward_reduce", unit.name):
         with root.streams.on(StreamRole.REDUCE):
             scattered = reduction.scatter(buffer, unit.name)
@@ -63,6 +63,6 @@ def _begin_all_reduce(group: ParamGroup, shard: Tensor, root: RootContext) -> St
     """Return the stream that reduces a scattered `shard` over replicas during the next reduce-scatter."""
     if not group.groups.are_hybrid:
         return StreamRole.REDUCE
-    root.streams.wait(StreamRole.ALL_REDUCE, root.streams.record(StreamRole.REDUCE))
+    root.streams.wait_stream(StreamRole.ALL_REDUCE, StreamRole.REDUCE)
     root.memory.keep_until_all_reduced(shard)
     return StreamRole.ALL_REDUCE

@@ -23,8 +23,6 @@ from impl.distributed.fsdp._engine.phase import FORWARDS
 from impl.distributed.fsdp._engine.streams import (
     StreamRole,
     Streams,
-    block_host_until_shards_read,
-    make_gather_wait_for_compute,
     streams_for,
 )
 from impl.distributed.fsdp._engine.unit import Unit
@@ -120,8 +118,8 @@ class Root:
             for unit in self.units:
                 unit.abandon_backward()
             # Hooks run on REDUCE, and may have stepped the parameters.
-            self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.ALL_REDUCE))
-            self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
+            self.streams.wait_stream(StreamRole.REDUCE, StreamRole.ALL_REDUCE)
+            self.streams.wait_stream(StreamRole.COMPUTE, StreamRole.REDUCE)
             self.memory.free_resharded()
             self.order.next_iteration()
 
@@ -164,7 +162,7 @@ class Root:
             self.order.next_iteration()
         event, self.settings.post_optim_event = self.settings.post_optim_event, None
         if event is None:
-            make_gather_wait_for_compute(self.streams)
+            self.streams.wait_stream(StreamRole.GATHER, StreamRole.COMPUTE)
         else:
             self.streams.wait(StreamRole.GATHER, event)
 
@@ -209,7 +207,7 @@ class Root:
 
     def wait_for_gradients(self) -> None:
         """Make COMPUTE wait for reductions that are under way, and end the iteration."""
-        self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
+        self.streams.wait_stream(StreamRole.COMPUTE, StreamRole.REDUCE)
         self.memory.forget_reduced()
         self.awaited_end = None
         for unit in self.units:
@@ -218,14 +216,14 @@ class Root:
     def _publish_gradients(self) -> None:
         """Publish the reduced gradients in `.grad`, on COMPUTE or, if more are added later, on REDUCE."""
         if self.memory.is_all_reducing:
-            self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.ALL_REDUCE))
+            self.streams.wait_stream(StreamRole.REDUCE, StreamRole.ALL_REDUCE)
             self.memory.forget_all_reduced()
         accumulates_on = StreamRole.REDUCE
         if self.accumulates_on_reduce_stream:
             # A loss that reads the sharded parameters has added to `.grad` on COMPUTE.
-            self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.COMPUTE))
+            self.streams.wait_stream(StreamRole.REDUCE, StreamRole.COMPUTE)
         else:
-            self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
+            self.streams.wait_stream(StreamRole.COMPUTE, StreamRole.REDUCE)
             self.memory.forget_reduced()
             accumulates_on = StreamRole.COMPUTE
         if self._offloads:
@@ -317,7 +315,7 @@ class Root:
             self.wait_for_pinned_reads()
             if self.awaited_end is not None:
                 # A loss that reads the sharded parameters adds to `.grad` on COMPUTE.
-                self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
+                self.streams.wait_stream(StreamRole.COMPUTE, StreamRole.REDUCE)
 
     def wait_for_pinned_reads(self) -> None:
         """Wait until pending all-gathers have read the pinned shards, so that the host may write to them.
@@ -325,7 +323,7 @@ class Root:
         Do nothing during a forward or backward.
         """
         if self._pins and self.is_idle():
-            block_host_until_shards_read(self.streams)
+            self.streams.block_until_shards_read()
 
 
 def _check_engine() -> None:

@@ -91,29 +91,39 @@ class DeviceEvent(Protocol):
         ...
 
 
-class Streams(Protocol):
-    """Interface of stream owners. None is an event that has passed."""
+class Streams:
+    """Streams by role. These are of the CPU, where everything runs in the order in which it is issued.
 
-    is_async: bool
+    None is an event that has passed.
+    """
+
+    is_async = False
+    _nothing: AbstractContextManager[object] = contextlib.nullcontext()
 
     def on(self, role: StreamRole) -> AbstractContextManager[object]:
         """Context manager whose work runs on the role's stream."""
-        ...
+        del role
+        return self._nothing
 
     def record(self, role: StreamRole) -> torch.Event | None:
         """Return an event for all work on the role's stream so far."""
-        ...
+        del role
+        return None
 
     def wait(self, role: StreamRole, event: DeviceEvent | None) -> None:
         """Make later work on the role's stream run after the event."""
 
+    def wait_stream(self, role: StreamRole, other: StreamRole) -> None:
+        """Make later work on the role's stream run after all work so far on the other role's."""
+
     def current(self) -> torch.Stream | None:
         """Return the stream that is COMPUTE now."""
-        ...
+        return None
 
     def record_in(self, stream: torch.Stream | None) -> torch.Event | None:
         """Return an event for all work so far on a stream that was COMPUTE."""
-        ...
+        del stream
+        return None
 
     def wait_in(self, stream: torch.Stream | None, event: torch.Event | None) -> None:
         """Make later work on a stream that was COMPUTE run after the event."""
@@ -121,32 +131,12 @@ class Streams(Protocol):
     def block(self, event: torch.Event | None) -> None:
         """Block the host until the event."""
 
-
-class OneStream:
-    """Streams of the CPU, where everything runs in the order in which it is issued."""
-
-    is_async = False
-    _nothing = contextlib.nullcontext()
-
-    def on(self, role: StreamRole) -> AbstractContextManager[object]:
-        del role
-        return self._nothing
-
-    def record(self, role: StreamRole) -> None:
-        del role
-
-    def wait(self, role: StreamRole, event: DeviceEvent | None) -> None: ...
-
-    def current(self) -> None: ...
-
-    def record_in(self, stream: torch.Stream | None) -> None: ...
-
-    def wait_in(self, stream: torch.Stream | None, event: torch.Event | None) -> None: ...
-
-    def block(self, event: torch.Event | None) -> None: ...
+    def block_until_shards_read(self) -> None:
+        """Block the host until pending gathers have read the shards, so that it may write to pinned memory."""
+        self.block(self.record(StreamRole.GATHER))
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """Streams of CUDA and other devices that torch.accelerator supports."""
 
     is_async = True
@@ -161,11 +151,6 @@ class DeviceStreams:
     def record(self, role: StreamRole) -> torch.Event:
         return self.record_in(self._stream(role))
 
-    def record_in(self, stream: torch.Stream | None) -> torch.Event:
-        event = torch.Event(self._device)
-        event.record(stream)
-        return event
-
     def wait(self, role: StreamRole, event: DeviceEvent | None) -> None:
         if type(event) is torch.Event:
             event.wait(self._stream(role))
@@ -174,8 +159,16 @@ class DeviceStreams:
             with self.on(role):
                 event.wait()
 
+    def wait_stream(self, role: StreamRole, other: StreamRole) -> None:
+        self._stream(role).wait_stream(self._stream(other))
+
     def current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
+
+    def record_in(self, stream: torch.Stream | None) -> torch.Event:
+        event = torch.Event(self._device)
+        event.record(stream)
+        return event
 
     def wait_in(self, stream: torch.Stream | None, event: torch.Event | None) -> None:
         if stream is not None and event is not None:
@@ -190,14 +183,4 @@ class DeviceStreams:
 
 
 def streams_for(device: torch.device) -> Streams:
-    return OneStream() if device.type == "cpu" else DeviceStreams(device)
-
-
-def block_host_until_shards_read(streams: Streams) -> None:
-    """Block the host until pending gathers have read the shards, so that it may write to pinned memory."""
-    streams.block(streams.record(StreamRole.GATHER))
-
-
-def make_gather_wait_for_compute(streams: Streams) -> None:
-    """Make gathers see all writes of COMPUTE so far."""
-    streams.wait(StreamRole.GATHER, streams.record(StreamRole.COMPUTE))
+    return Streams() if device.type == "cpu" else DeviceStreams(device)

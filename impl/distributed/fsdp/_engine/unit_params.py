@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._engine.interfaces import IterationEnd, RootContext, SummonedParams
 from impl.distributed.fsdp._engine.optimizer_checks import note_sharding
 from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
-from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
+from impl.distributed.fsdp._engine.streams import StreamRole
 from impl.distributed.fsdp._params.config import UnitOptions
 from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gather, sharding_groups
 from impl.kernels import span
@@ -156,7 +156,7 @@ class UnitParams(Generic[Group_co]):
         # Later, this would undo changes of gradients that were set aside or put back since.
         root.handle_failed_backward()
         if root.streams.is_async:
-            root.streams.wait(StreamRole.COMPUTE, root.streams.record(StreamRole.REDUCE))
+            root.streams.wait_stream(StreamRole.COMPUTE, StreamRole.REDUCE)
 
     # Casts of shards, as in `ShardedHolder`
 
@@ -201,7 +201,7 @@ class UnitParams(Generic[Group_co]):
             self.receiver.before_gather(self)
         changed = [group.write_back_changes() for group in self.param_groups]
         if any(changed):
-            make_gather_wait_for_compute(root.streams)
+            root.streams.wait_stream(StreamRole.GATHER, StreamRole.COMPUTE)
             self.register_params()
         dtypes = [self._dtype_now(group) for group in self.param_groups]
         if root.is_in_backward:
@@ -231,7 +231,7 @@ class UnitParams(Generic[Group_co]):
         """
         root = self.root
         if root.is_idle():
-            make_gather_wait_for_compute(root.streams)
+            root.streams.wait_stream(StreamRole.GATHER, StreamRole.COMPUTE)
             root.streams.wait(StreamRole.GATHER, root.settings.post_optim_event)
 
     def _wait_for_writes(self, dtypes: Sequence[torch.dtype]) -> None:
@@ -241,7 +241,7 @@ class UnitParams(Generic[Group_co]):
         """
         pairs = zip(self.param_groups, dtypes, strict=True)
         if not all(group.is_up_to_date(dtype) for group, dtype in pairs):
-            make_gather_wait_for_compute(self.root.streams)
+            self.root.streams.wait_stream(StreamRole.GATHER, StreamRole.COMPUTE)
 
     def _shards_are_as_gathered(self, gathered: GatherState) -> bool:
         pairs = zip(self.param_groups, gathered.dtypes, strict=True)

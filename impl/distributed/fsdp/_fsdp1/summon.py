@@ -14,7 +14,7 @@ from torch import Tensor
 
 from impl.distributed.fsdp._comm.desync.collective_order import allow_saving
 from impl.distributed.fsdp._engine.phase import Move, next_phase
-from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
+from impl.distributed.fsdp._engine.streams import StreamRole
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
@@ -73,7 +73,7 @@ def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: b
     unit.reshard()
     for handle in unit.param_groups:
         handle.write_back_changes()
-    make_gather_wait_for_compute(unit.root.streams)
+    unit.root.streams.wait_stream(StreamRole.GATHER, StreamRole.COMPUTE)
     unit.root.memory.admit(unit)
     has_full_params = is_rank0 or not options.rank0_only
     keeps = has_full_params and not options.offload_to_cpu
@@ -136,7 +136,7 @@ class _SummonedHandle:
         streams = unit.root.streams
         with streams.on(StreamRole.GATHER):
             gather(handle, handle.dtype, unit.name)
-        streams.wait(StreamRole.COMPUTE, streams.record(StreamRole.GATHER))
+        streams.wait_stream(StreamRole.COMPUTE, StreamRole.GATHER)
         grads = self._gather_grads() if self._options.with_grads else None
         if not has_full_params:
             return
