@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from conformance.distributed.fsdp.scenes.rank_judging import run_on_ranks
-from conformance.distributed.fsdp.test_fully_shard_streams import ORDERED, ORDERED_ON_FOUR_RANKS
+from conformance.distributed.fsdp.test_fully_shard_streams import (
+    ORDERED,
+    ORDERED_ON_FOUR_RANKS,
+    ORDERED_WITH_EXTENSIONS,
+)
 from conformance.judge.library import Library
 from conformance.ranks import RankPool
 from conformance.ranks.fixtures import require_simulator
@@ -31,6 +35,7 @@ SHARDING = ROOT / "impl/distributed/fsdp"
 SEEDS = {"quick": 5, "full": 20, "deep": 100}
 SEEDS_OF_PLAIN = SEEDS | {"deep": 1000}
 DRAWN = 4  # number of the first drawn seed
+ON_TWO_RANKS = [*ORDERED, *ORDERED_WITH_EXTENSIONS]
 # Waits that order no accesses to memory, and why they are there.
 SPARED = {
     ("memory.py", "self.streams.block(event)"): "how far the host runs ahead is no number",
@@ -102,7 +107,7 @@ def test_missing_wait_fails_programs_of_subjects_that_claim_order(pools: dict[in
     assert pools[2].hazards
 
 
-@pytest.mark.parametrize("program", ORDERED, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", ON_TWO_RANKS, ids=lambda program: program.__name__)
 def test_programs_on_streams_of_user_have_no_hazard(pools: dict[int, RankPool], program: Any) -> None:
     pools[2].run(run_program, library="impl", program=program)
     assert list(pools[2].hazards) == []
@@ -156,7 +161,7 @@ def test_training_without_wait_has_hazard(
     """Run all programs until one has a hazard."""
     programs = [
         *((4 if way in HYBRID_WAYS else 2, course, {"way": way, "seed": 1}) for way in WAYS if way != "DDP"),
-        *((2, run_program, {"program": program}) for program in ORDERED),
+        *((2, run_program, {"program": program}) for program in ON_TWO_RANKS),
         *((4, run_program, {"program": program}) for program in ORDERED_ON_FOUR_RANKS),
     ]
 

@@ -404,13 +404,8 @@ PROGRAMS = [
     first_forward_of_fsdp_on_side_stream,
     assigned_data_of_fsdp_on_two_streams,
 ]
-ORDERED = [
-    *PROGRAMS,
-    gradient_hooks_before_last_backward,
-    step_on_side_stream,
-    finalizations_of_user,
-    microbatches_before_last_backward,
-]
+ORDERED = [*PROGRAMS, gradient_hooks_before_last_backward, step_on_side_stream]
+ORDERED_WITH_EXTENSIONS = [finalizations_of_user, microbatches_before_last_backward]
 ORDERED_ON_FOUR_RANKS = [
     sequence_parallel_forward_on_side_stream,
     steps_in_hooks_of_failed_backward_of_replicas,
@@ -448,8 +443,24 @@ def test_waits_order_accesses_to_memory_on_mesh(plain_twins: PlainTwins, device:
     plain_twins.values(program)
 
 
-@clause("distributed.fsdp.fully_shard.ordered")
-def test_waits_order_microbatches_of_scaler(plain_twins: PlainTwins, device: str) -> None:
+@clause("distributed.fsdp.fully_shard.finalization")
+@pytest.mark.world_sizes(fewest=2)
+def test_waits_order_finalizations_of_user(plain_twins: PlainTwins, device: str) -> None:
+    if device != simulator.NAME:
+        unavailable("the simulated device")
+    plain_twins.values(finalizations_of_user)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
+@pytest.mark.world_sizes(fewest=2)
+def test_waits_order_microbatches(plain_twins: PlainTwins, device: str) -> None:
+    if device != simulator.NAME:
+        unavailable("the simulated device")
+    plain_twins.values(microbatches_before_last_backward)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
+def test_waits_order_microbatches_of_unsharded_parameter(plain_twins: PlainTwins, device: str) -> None:
     if device != simulator.NAME:
         unavailable("the simulated device")
     for gradient in plain_twins.values(microbatches_of_scaler):
