@@ -186,7 +186,9 @@ def _build(expected: dict[str, str], stamp: dict[str, Any] | None, extras: set[s
         _create(stamp)
         _install_torch(expected["torch"])
     say(f"{VENV.name}: installing the extras {', '.join(sorted(extras))}")
-    if _pip_install("-e", f"{ROOT}[{','.join(sorted(extras))}]", f"torch=={_torch_version()}"):
+    # The interpreter of Triton 3.6, which torch 2.11 for CUDA installs, fails with newer versions.
+    numpy = ["numpy<2.4"] if _torch_version().startswith("2.11.") else []
+    if _pip_install("-e", f"{ROOT}[{','.join(sorted(extras))}]", f"torch=={_torch_version()}", *numpy):
         sys.exit("ci: pip could not install the packages; see its messages above")
     STAMP.write_text(json.dumps(expected | {"extras": sorted(extras)}, indent=1))
     took_s = time.monotonic() - began
