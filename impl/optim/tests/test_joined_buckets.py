@@ -30,7 +30,10 @@ def _change_dtype(optimizer: Optimizer) -> None:
     param = optimizer.param_groups[1]["params"][0]
     param.data = param.data.double()
     param.grad = None
-    optimizer.state.pop(param, None)
+    if isinstance(optimizer, Adagrad):  # creates no state in a step before torch 2.12
+        optimizer.state[param]["sum"] = torch.zeros_like(param)
+    else:
+        optimizer.state.pop(param, None)
 
 
 def _clear_gradient(optimizer: Optimizer) -> None:

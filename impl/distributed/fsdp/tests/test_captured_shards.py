@@ -88,6 +88,9 @@ def test_learning_rates_that_are_dtensors_are_left_to_torch(kind: str) -> None:
     assert all(map(torch.equal, after, expected))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12.dev0", reason="the fake group of torch 2.11 fills no results of scatters"
+)
 @pytest.mark.parametrize("kind", ["AdamW fused", "AdamW foreach"])
 def test_gradients_with_other_placements_are_left_to_torch(kind: str) -> None:
     """torch redistributes a partial gradient. Its local tensor is not the gradient of the parameter's shard."""

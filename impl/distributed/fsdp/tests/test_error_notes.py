@@ -72,6 +72,9 @@ def test_load_of_unsharded_tensors_names_function_that_shards_them(
     assert "set_model_state_dict(" not in str(caught.value)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12.dev0", reason="the fake group of torch 2.11 fills no results of scatters"
+)
 def test_load_into_unsharded_model_says_to_reshard_it() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
     whole = {name: torch.ones(param.shape) for name, param in model.named_parameters()}
