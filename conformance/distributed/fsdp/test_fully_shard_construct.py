@@ -121,7 +121,10 @@ def test_uneven_columns_are_refused(plain_twins: PlainTwins) -> None:
 def attributes(scene: Scene) -> dict[str, Any]:
     """Return what sharding changes about modules: their classes, names and state, and what stays."""
     model = scene.model
-    chain = scene.shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
+    chain = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    own_attributes = {name: f"the module's {name}" for name in ("_state", "_groups", "_unit", "_root")}
+    vars(chain).update(own_attributes)
+    scene.shard(chain).set_requires_gradient_sync(True)
     returned = scene.leaf_by_leaf()
     first = model.body.parts[0]
     pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
@@ -136,6 +139,7 @@ def attributes(scene: Scene) -> dict[str, Any]:
         "managed": [
             getattr(module, "_is_fsdp_managed_module", None) for module in (model, first, first.inner)
         ],
+        "own attributes": {name: getattr(chain, name) for name in own_attributes},
         "sliced": [type(module).__name__ for module in (chain[1:], chain[0])],
         "a class for each class": type(pair[0]) is type(pair[1]) is not type(chain[0]),
         "names": [name for name, _ in model.named_parameters()],

@@ -242,22 +242,20 @@ class FSDPModule(_BaseForTypeCheckers):
 
     def reshard(self) -> None:
         """Free the parameters that `unshard` gathers, unless others compute with them. Collectives: none."""
-        state = self._state
+        state = self._get_fsdp_state()
         if state.unit.phase not in FORWARDS:
             state.reshard_on_request()
-        elif not self._stays_unsharded_after_forward():
+        elif not all(
+            group.keeps_after_forward(state.unit.root.is_root(state.unit), True) for group in state.groups
+        ):
             state.unit.reshard(after_forward=True)
-
-    def _stays_unsharded_after_forward(self) -> bool:
-        unit = self._state.unit
-        return all(group.keeps_after_forward(unit.root.is_root(unit), True) for group in unit.param_groups)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether the memory of unsharded parameters is kept when they are resharded, so that its addresses stay.
 
         CUDA graphs need constant addresses. torch has this method since 2.15.
         """
-        for group in self._groups(recurse):
+        for group in _param_groups_of(self, recurse):
             group.options.keeps_storage = keep
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -274,7 +272,7 @@ class FSDPModule(_BaseForTypeCheckers):
         Args:
             async_op: return a handle. The modules get the parameters when it is waited for, or in the next forward.
         """
-        state = self._state
+        state = self._get_fsdp_state()
         state.gather_on_request()
         handle = _Pending(state)
         if async_op:
@@ -290,11 +288,11 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             RuntimeError: this is not the root.
         """
-        self._state.reset()
+        self._get_fsdp_state().reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the current stream waits for the reductions at the end of the next backward."""
-        self._state.settings.is_last_backward = is_last_backward
+        self._get_fsdp_state().settings.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards of this root end when `finalize_backward` is called.
@@ -306,7 +304,7 @@ class FSDPModule(_BaseForTypeCheckers):
             RuntimeError: this is not the root, or the mode changes during a backward, or between backwards and their
                 finalization.
         """
-        set_manual_finalization(self._state, enabled)
+        set_manual_finalization(self._get_fsdp_state(), enabled)
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -334,7 +332,7 @@ class FSDPModule(_BaseForTypeCheckers):
         Sync: none, except with CPU offload and over gloo. Collectives: a reduce-scatter of every unit with gradients
             that were not reduced in their backward. With replicas an all-reduce.
         """
-        handle = finalize(self._state)
+        handle = finalize(self._get_fsdp_state())
         if async_op:
             return handle
         handle.wait()
@@ -342,7 +340,7 @@ class FSDPModule(_BaseForTypeCheckers):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backwards reduce gradients, or accumulate them unreduced."""
-        for group in self._groups(recurse):
+        for group in _param_groups_of(self, recurse):
             group.syncs = requires_gradient_sync
             group.reduction.defers_all_reduce = not requires_gradient_sync
 
@@ -354,7 +352,7 @@ class FSDPModule(_BaseForTypeCheckers):
         settings are restored, even if they were changed inside. A `no_sync` of the module's own class is kept. In
         torch only FullyShardedDataParallel has this method.
         """
-        groups = self._groups(recurse=True)
+        groups = _param_groups_of(self, recurse=True)
         settings = [(group.syncs, group.reduction.defers_all_reduce) for group in groups]
         self.set_requires_gradient_sync(False)
         try:
@@ -365,7 +363,7 @@ class FSDPModule(_BaseForTypeCheckers):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether replicas all-reduce their scattered gradients, or accumulate them."""
-        for group in self._groups(recurse):
+        for group in _param_groups_of(self, recurse):
             group.reduction.defers_all_reduce = not requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -376,14 +374,14 @@ class FSDPModule(_BaseForTypeCheckers):
             AssertionError: parameters are not sharded at all, by dp_mesh_dims.
         """
         check_bool(reshard_after_forward)
-        groups = self._groups(recurse)
+        groups = _param_groups_of(self, recurse)
         check_all_sharded("set_reshard_after_forward()", self, groups)
         for group in groups:
             group.options.reshards_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are freed after backward."""
-        for group in self._groups(recurse):
+        for group in _param_groups_of(self, recurse):
             group.options.reshards_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -392,7 +390,7 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: a module is not sharded.
         """
-        self._state.unit.prefetches_in_forward = _units_of(modules)
+        self._get_fsdp_state().unit.prefetches_in_forward = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather the parameters of `modules` in each backward of this module, instead of the default prefetch.
@@ -400,7 +398,7 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: a module is not sharded.
         """
-        self._state.unit.prefetches_in_backward = _units_of(modules)
+        self._get_fsdp_state().unit.prefetches_in_backward = _units_of(modules)
 
     def set_custom_all_gather(self, comm: object) -> None:
         """Gather with `comm(output_tensor=, input_tensor=, group=, async_op=)`, in memory of `comm.allocate`.
@@ -408,8 +406,8 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: this module's parameters are on several meshes.
         """
-        check_same_mesh("set_custom_all_gather", "custom comm", self._state.groups)
-        for group in self._state.groups:
+        check_same_mesh("set_custom_all_gather", "custom comm", self._get_fsdp_state().groups)
+        for group in self._get_fsdp_state().groups:
             group.options.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
@@ -418,8 +416,8 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: this module's parameters are on several meshes.
         """
-        check_same_mesh("set_custom_reduce_scatter", "custom comm", self._state.groups)
-        for group in self._state.groups:
+        check_same_mesh("set_custom_reduce_scatter", "custom comm", self._get_fsdp_state().groups)
+        for group in self._get_fsdp_state().groups:
             group.reduction.custom_reduce_scatter = comm
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: object = None) -> None:
@@ -430,8 +428,8 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: a stream is passed and there are replicas; this module's parameters are on several meshes.
         """
-        check_same_mesh("set_all_reduce_hook", "hook", self._state.groups)
-        for group in self._state.groups:
+        check_same_mesh("set_all_reduce_hook", "hook", self._get_fsdp_state().groups)
+        for group in self._get_fsdp_state().groups:
             group.reduction.all_reduce_hook = hook
             if stream is not None and group.params[0].replicates:
                 raise ValueError("stream cannot be set when using native HSDP")
@@ -441,7 +439,7 @@ class FSDPModule(_BaseForTypeCheckers):
 
         Without an event they wait for all work on the current stream before that forward.
         """
-        self._state.settings.post_optim_event = event
+        self._get_fsdp_state().settings.post_optim_event = event
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Set the divide factor. Deprecated: use `set_gradient_divide_factor`."""
@@ -450,12 +448,12 @@ class FSDPModule(_BaseForTypeCheckers):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the factor that sums of gradients are divided by, instead of the number of ranks."""
-        for group in self._state.groups:
+        for group in self._get_fsdp_state().groups:
             group.reduction.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether a hook of `set_all_reduce_hook` gets sums. Collectives always reduce by sums."""
-        for group in self._state.groups:
+        for group in self._get_fsdp_state().groups:
             group.reduction.forces_sums = enable
 
     def set_reduce_scatter_unused_params(
@@ -465,7 +463,7 @@ class FSDPModule(_BaseForTypeCheckers):
 
         The backward raises ValueError if a parameter has `grad_dtype=None` and the policy no `reduce_dtype`.
         """
-        for group in self._groups(recurse):
+        for group in _param_groups_of(self, recurse):
             group.options.reduces_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -486,11 +484,11 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             AssertionError: parameters are not sharded at all, by dp_mesh_dims.
         """
-        use_separate_scatter_groups(self, self._groups(recurse), enable)
+        use_separate_scatter_groups(self, _param_groups_of(self, recurse), enable)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this module's parameters are gathered for its backward."""
-        self._state.unit.unshards_in_backward = unshard_in_backward
+        self._get_fsdp_state().unit.unshards_in_backward = unshard_in_backward
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accept the hint to communicate in memory of the process group.
@@ -499,7 +497,7 @@ class FSDPModule(_BaseForTypeCheckers):
             AssertionError: this module has user-defined communication.
         """
         del enable
-        check_no_custom_comm("set_allocate_memory_from_process_group()", self._state.groups)
+        check_no_custom_comm("set_allocate_memory_from_process_group()", self._get_fsdp_state().groups)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Refuse symmetric memory, which gathers do not use.
@@ -509,19 +507,11 @@ class FSDPModule(_BaseForTypeCheckers):
         """
         raise RuntimeError(f"SymmetricMemory does not find allocation backend {backend}")
 
-    def _groups(self, recurse: bool) -> list[DTensorGroup]:
-        states = [state_of(child) for child in (self.modules() if recurse else [self])]
-        return [group for state in states if state is not None for group in state.groups]
-
-    @property
-    def _state(self) -> ModuleState:
+    def _get_fsdp_state(self) -> ModuleState:
+        """Return the module's state, under the name that torch and other libraries call."""
         state = state_of(self)
         assert state is not None, f"No FSDP state found on {self}"
         return state
-
-    def _get_fsdp_state(self) -> ModuleState:
-        """Return the module's state, under the name that torch and other libraries call."""
-        return self._state
 
     def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """Call the module. After an interrupt its forward hooks are not called, so the forward is ended here."""
@@ -531,7 +521,7 @@ class FSDPModule(_BaseForTypeCheckers):
         try:
             return call_impl(*args, **kwargs)
         except BaseException as error:
-            self._state.abandon_forward()
+            self._get_fsdp_state().abandon_forward()
             add_cure(self, error)
             raise
 
@@ -540,18 +530,18 @@ class FSDPModule(_BaseForTypeCheckers):
 
         First end a failed backward, which has left unsharded parameters in the modules.
         """
-        root = self._state.unit.root_or_none
+        root = self._get_fsdp_state().unit.root_or_none
         if root is not None:
             root.handle_failed_backward()
         super().zero_grad(*args, **kwargs)
-        unsharded = [group for group in self._groups(recurse=True) if group.uses_unsharded_views]
+        unsharded = [group for group in _param_groups_of(self, recurse=True) if group.uses_unsharded_views]
         params = [param.sharded for group in unsharded for param in group.params]
         nn.ParameterList(params).zero_grad(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the shards."""
         self.reshard()
-        states = (self._state, *self._state.param_owners)
+        states = (self._get_fsdp_state(), *self._get_fsdp_state().param_owners)
         groups = [group for state in states for group in state.groups]
         with contextlib.ExitStack() as stack:
             for param in (param for group in groups for param in group.params):
@@ -567,11 +557,16 @@ class FSDPModule(_BaseForTypeCheckers):
         return result
 
 
+def _param_groups_of(module: nn.Module, recurse: bool) -> list[DTensorGroup]:
+    states = [state_of(child) for child in (module.modules() if recurse else [module])]
+    return [group for state in states if state is not None for group in state.groups]
+
+
 def _units_of(modules: Sequence[Any]) -> list[Unit[DTensorGroup]]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-    return [module._state.unit for module in modules]
+    return [module._get_fsdp_state().unit for module in modules]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -594,7 +589,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self._state
+        state = self._get_fsdp_state()
         args, kwargs = state.before_forward(self, args, kwargs)
         try:
             output = original(*args, **kwargs)
@@ -624,4 +619,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects list of FSDPModules but got {module}")
     for module in modules[1:]:
-        module._state.comm = modules[0]._state.comm
+        module._get_fsdp_state().comm = modules[0]._get_fsdp_state().comm

@@ -146,7 +146,7 @@ def test_forward_after_failed_linearized_forward_keeps_its_gradients(monkeypatch
     model(x).sum().backward()
     expected = inner.weight.grad.to_local().clone()
     model.zero_grad()
-    unit = inner._state.unit
+    unit = inner._get_fsdp_state().unit
     gather = unit.gather
     with monkeypatch.context() as patch:
         # The first forward of linearize records nothing.
