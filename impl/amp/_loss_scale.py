@@ -92,7 +92,10 @@ def check_backoff_factor(factor: float) -> None:
 
 
 def set_scale_(scale: Tensor, new_scale: Any, device_type: str, min_scale: float) -> None:
-    """Set the scale to `new_scale` (a float or a one-element tensor on that device type), at least to `min_scale`."""
+    """Set the scale to `new_scale` (a float or a one-element tensor on that device type), at least to `min_scale`.
+
+    On other devices than the CPU, inf and nan leave the scale unchanged, because an error would synchronise.
+    """
     if isinstance(new_scale, float):
         _check_new_scale(new_scale)
         scale.fill_(max(new_scale, min_scale))
