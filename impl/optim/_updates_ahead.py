@@ -412,9 +412,9 @@ def _numel(batch: _Batch) -> int:
 
 
 def _powers_of(params: Sequence[Tensor]) -> dict[int, int]:
-    """Return for each parameter, by `id`, the power of two that is the size of chunks in the joint norm.
+    """Return for each parameter, by `id`, the `power` of its kind: the joint norm has chunks of 2**power elements.
 
-    It is that of `impl.kernels.checked_norm` if all trained parameters get a gradient.
+    If all trained parameters get a gradient, `impl.kernels.checked_norm` has the same chunks and uses their squares.
     """
     shardings = shardings_of(params) or [UNSHARDED] * len(params)
     totals: dict[Sharding, int] = {}

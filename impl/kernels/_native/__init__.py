@@ -84,7 +84,7 @@ class NativeLibrary:
 
 
 def chunk_power(total: int) -> int:
-    """Return the power of two that a chunk's elements are, in a list of `total` elements.
+    """Return the `power` for chunks of 2**power elements, in a list of `total` elements.
 
     It depends on the list alone, so that sums in the order of the chunks do not depend on the threads.
     """
