@@ -77,5 +77,5 @@ class CastShards:
         return self._cast_from.keys()
 
     def forget(self) -> None:
-        """Make the next gathers read the shards, because they may be written to without a new version."""
+        """Make the next gathers read the shards, which may be written to without a new version, or have new memory."""
         self._cast_from.clear()

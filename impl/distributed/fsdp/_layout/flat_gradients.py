@@ -35,12 +35,18 @@ _AVERAGED, _UNREDUCED = "averaged", "unreduced"
 
 
 class GradientShard:
-    """`.grad` of one flat parameter: of `flat_param`, or of the user's own parameters."""
+    """`.grad` of one flat parameter: of `flat_param`, or of the user's own parameters.
+
+    Args:
+        keeps_low_precision: as `MixedPrecision.keep_low_precision_grads`. Like in torch, `.grad` of a sharded parameter
+            is the average in the parameter's dtype, cast to `param_dtype`. Unsharded, it is never cast.
+    """
 
     def __init__(self, handle: FlatParamHandle, keeps_low_precision: bool) -> None:
         self.journal = BackwardJournal()
         self._handle = handle
-        self._keeps_low_precision = keeps_low_precision
+        self._casts_average = keeps_low_precision and handle.is_sharded
+        self._keeps_reduced = keeps_low_precision and not handle.is_sharded
         self._averaged: Tensor | None = None  # [shard_numel], averages beside an unreduced `.grad`
         self._reduced: Tensor | None = None  # [shard_numel], of this backward, not published yet
         # [shard_numel], memory of the `.grad` of the user's own parameters.
@@ -179,7 +185,7 @@ class GradientShard:
         if self._unreduced is not None:
             self.begin_backward()
         unreduced = self._unreduced
-        averaged = self._taken_from_grad() if unreduced is None else self._averaged
+        averaged = self._average_in_grad() if unreduced is None else self._averaged
         self._drop()
         held: HeldGradients = {}
         if averaged is not None:
@@ -222,8 +228,7 @@ class GradientShard:
         Sync: none the first time, on the CPU too. The host waits once for all units before gradients are published.
         """
         handle = self._handle
-        keeps = self._keeps_low_precision and not handle.is_sharded
-        average = reduced if keeps else reduced.to(handle.dtype)
+        average = reduced if self._keeps_reduced else reduced.to(handle.dtype)
         if handle.offloads:
             average = copy_to_host_async(average) if self._reduced is None else average.to("cpu")
         if self._reduced is None:
@@ -236,9 +241,8 @@ class GradientShard:
     def _final_pieces(self, average: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the pieces of an average with their parameters, or nothing if `.grad` will be something else."""
         handle = self._handle
-        is_cast = self._keeps_low_precision and handle.is_sharded
         has_grads = self._reduced_grads.has_others() if self._reduced_grads else not is_cleared(self._handle)
-        if self._averaged is not None or has_grads or is_cast or any(map(has_hooks, handle.stepped)):
+        if self._averaged is not None or has_grads or self._casts_average or any(map(has_hooks, handle.stepped)):
             return []
         pieces = handle.pieces_of(average) if handle.use_orig_params else [average]
         pairs = zip(handle.stepped, pieces, strict=True)
@@ -265,7 +269,7 @@ class GradientShard:
             run_hooks_after_reduction(self._handle, reduced)
         averaged = _sum(averaged, reduced)
         assert averaged is not None
-        if self._keeps_low_precision and self._handle.is_sharded:
+        if self._casts_average:
             averaged = averaged.to(self._handle.compute_dtype)
         self.publish(averaged)
         if reduced is not None:
@@ -329,9 +333,9 @@ class GradientShard:
         is_unreduced = self._unreduced is not None and self._unreduced.was_published
         if is_unreduced or self._reduced_grads is not None:
             return None
-        return self._taken_from_grad()
+        return self._average_in_grad()
 
-    def _taken_from_grad(self) -> Tensor | None:
+    def _average_in_grad(self) -> Tensor | None:
         handle = self._handle
         if not handle.use_orig_params:
             return handle.flat_param.grad
@@ -340,7 +344,7 @@ class GradientShard:
             return None
         if self._published is not None and self._is_as_published(present):
             return self._published
-        return self._copied_in(present)
+        return self._copy_to_shard(present)
 
     def _is_as_published(self, present: Sequence[Tensor | None]) -> bool:
         for grad, place in zip(present, self._grad_places, strict=False):
@@ -348,7 +352,7 @@ class GradientShard:
                 return False
         return len(self._grad_places) == len(present)
 
-    def _copied_in(self, present: Sequence[Tensor | None]) -> Tensor:
+    def _copy_to_shard(self, present: Sequence[Tensor | None]) -> Tensor:
         """Copy the gradients into a new shard after the user replaced some or set some to None, which become zeros."""
         handle = self._handle
         keep_for_current_stream(present)  # the caller may replace them

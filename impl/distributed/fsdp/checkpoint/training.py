@@ -1,7 +1,7 @@
 """Save and load the state of a training: model, optimizer, and other stateful objects.
 
 In the checkpoint everything has the name that it has in the unwrapped model: `model.<name>`,
-    `optimizer.state.<name>.<key>`, `optimizer.param_groups`, `others.<name>`.
+`optimizer.state.<name>.<key>`, `optimizer.param_groups`, `others.<name>`.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def load(
                     vars(optimizer).update, {"state": optimizer.state, "param_groups": optimizer.param_groups}
                 )
                 _load_optimizer(model, optimizer, values, group)
+            # The last, because it changes everything or nothing, and so needs no undo.
             model.load_state_dict({names[name]: expected[f"model.{name}"] for name in names})
 
 
