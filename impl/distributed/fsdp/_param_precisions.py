@@ -42,4 +42,4 @@ def _param_groups_of(module: nn.Module) -> list[ParamGroup]:
     if isinstance(module, FullyShardedDataParallel):
         return [*module._unit.param_groups]
     state = state_of(module)
-    return [] if state is None else [*state.groups]
+    return [] if state is None else [*state.param_groups]

@@ -246,7 +246,8 @@ class FSDPModule(_BaseForTypeCheckers):
         if state.unit.phase not in FORWARDS:
             state.reshard_on_request()
         elif not all(
-            group.keeps_after_forward(state.unit.root.is_root(state.unit), True) for group in state.groups
+            group.keeps_after_forward(state.unit.root.is_root(state.unit), True)
+            for group in state.param_groups
         ):
             state.unit.reshard(after_forward=True)
 
@@ -406,8 +407,8 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: this module's parameters are on several meshes.
         """
-        check_same_mesh("set_custom_all_gather", "custom comm", self._get_fsdp_state().groups)
-        for group in self._get_fsdp_state().groups:
+        check_same_mesh("set_custom_all_gather", "custom comm", self._get_fsdp_state().param_groups)
+        for group in self._get_fsdp_state().param_groups:
             group.options.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
@@ -416,8 +417,8 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: this module's parameters are on several meshes.
         """
-        check_same_mesh("set_custom_reduce_scatter", "custom comm", self._get_fsdp_state().groups)
-        for group in self._get_fsdp_state().groups:
+        check_same_mesh("set_custom_reduce_scatter", "custom comm", self._get_fsdp_state().param_groups)
+        for group in self._get_fsdp_state().param_groups:
             group.reduction.custom_reduce_scatter = comm
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: object = None) -> None:
@@ -428,8 +429,8 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: a stream is passed and there are replicas; this module's parameters are on several meshes.
         """
-        check_same_mesh("set_all_reduce_hook", "hook", self._get_fsdp_state().groups)
-        for group in self._get_fsdp_state().groups:
+        check_same_mesh("set_all_reduce_hook", "hook", self._get_fsdp_state().param_groups)
+        for group in self._get_fsdp_state().param_groups:
             group.reduction.all_reduce_hook = hook
             if stream is not None and group.params[0].replicates:
                 raise ValueError("stream cannot be set when using native HSDP")
@@ -448,12 +449,12 @@ class FSDPModule(_BaseForTypeCheckers):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the factor that sums of gradients are divided by, instead of the number of ranks."""
-        for group in self._get_fsdp_state().groups:
+        for group in self._get_fsdp_state().param_groups:
             group.reduction.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether a hook of `set_all_reduce_hook` gets sums. Collectives always reduce by sums."""
-        for group in self._get_fsdp_state().groups:
+        for group in self._get_fsdp_state().param_groups:
             group.reduction.forces_sums = enable
 
     def set_reduce_scatter_unused_params(
@@ -497,7 +498,7 @@ class FSDPModule(_BaseForTypeCheckers):
             AssertionError: this module has user-defined communication.
         """
         del enable
-        check_no_custom_comm("set_allocate_memory_from_process_group()", self._get_fsdp_state().groups)
+        check_no_custom_comm("set_allocate_memory_from_process_group()", self._get_fsdp_state().param_groups)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Refuse symmetric memory, which gathers do not use.
@@ -542,7 +543,7 @@ class FSDPModule(_BaseForTypeCheckers):
         """Move or cast the shards."""
         self.reshard()
         states = (self._get_fsdp_state(), *self._get_fsdp_state().param_owners)
-        groups = [group for state in states for group in state.groups]
+        groups = [group for state in states for group in state.param_groups]
         with contextlib.ExitStack() as stack:
             for param in (param for group in groups for param in group.params):
                 stack.enter_context(param.keeping_grad_dtype())
@@ -559,7 +560,7 @@ class FSDPModule(_BaseForTypeCheckers):
 
 def _param_groups_of(module: nn.Module, recurse: bool) -> list[DTensorGroup]:
     states = [state_of(child) for child in (module.modules() if recurse else [module])]
-    return [group for state in states if state is not None for group in state.groups]
+    return [group for state in states if state is not None for group in state.param_groups]
 
 
 def _units_of(modules: Sequence[Any]) -> list[Unit[DTensorGroup]]:

@@ -36,7 +36,7 @@ def reduce_gradients(unit: UnitParams[ParamGroup], group: ParamGroup, grads: lis
         # The user's reduce-scatter may allocate the same memory for every input.
         root.streams.wait_stream(StreamRole.COMPUTE, StreamRole.REDUCE)
     # A user's hook may keep its argument, and the buffer becomes `.grad` if nothing is sharded.
-    is_scratch = reduction.comm_hook is None and group.groups.shard is not None
+    is_scratch = reduction.comm_hook is None and group.process_groups.shard is not None
     buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_scratch=is_scratch))
     grads.clear()  # frees their memory for the collective
     root.streams.wait_stream(StreamRole.REDUCE, StreamRole.COMPUTE)
@@ -61,7 +61,7 @@ def reduce_gradients(unit: UnitParams[ParamGroup], group: ParamGroup, grads: lis
 
 def _begin_all_reduce(group: ParamGroup, shard: Tensor, root: RootContext) -> StreamRole:
     """Return the stream that reduces a scattered `shard` over replicas during the next reduce-scatter."""
-    if not group.groups.are_hybrid:
+    if not group.process_groups.are_hybrid:
         return StreamRole.REDUCE
     root.streams.wait_stream(StreamRole.ALL_REDUCE, StreamRole.REDUCE)
     root.memory.keep_until_all_reduced(shard)

@@ -76,7 +76,7 @@ class Root:
             {
                 order_checker: None
                 for group in groups
-                for order_checker in group.groups.order_checkers.values()
+                for order_checker in group.process_groups.order_checkers.values()
             }
         )
         self._offloads = any(group.offloads for group in groups)

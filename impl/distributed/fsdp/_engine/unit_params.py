@@ -99,7 +99,7 @@ class UnitParams(Generic[Group_co]):
             if len(tracked) < len(groups_of_params):  # a flat parameter
                 groups_of_params = [groups_of_params[0] if len(set(groups_of_params)) == 1 else None]
             for parameter, groups in zip(tracked, groups_of_params, strict=False):
-                register_sharding(parameter, groups, group.groups.members)
+                register_sharding(parameter, groups, group.process_groups.members)
 
     # Microbatches of a scaler, as in `GradientHolder`
 

@@ -225,7 +225,7 @@ class _SummonedHandle:
 
     def _gather_grads(self) -> Tensor | None:
         """Return the unsharded gradients [padded_numel], or None if no rank has any. Missing gradients are zeros."""
-        handle, groups = self._handle, self._handle.groups
+        handle, groups = self._handle, self._handle.process_groups
         shard = handle.gradients.current()
         if groups.shard is not None:
             absent = torch.tensor([int(shard is None)], dtype=torch.int32, device=handle.device)

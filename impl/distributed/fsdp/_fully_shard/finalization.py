@@ -66,7 +66,7 @@ def _check_replicas(root: Root) -> None:
         ("<root>" if root.is_root(unit) else unit.name, unit, group)
         for unit in root.units
         for group in unit.param_groups
-        if group.groups.replicate is not None
+        if group.process_groups.replicate is not None
     ]
     for name, _, group in pairs:
         if group.reduction.partial is not None:

@@ -13,7 +13,7 @@ from impl.distributed.fsdp._layout.per_param import DTensorGroup
 
 def check_same_mesh(call: str, comm_name: str, groups: Sequence[DTensorGroup]) -> None:
     """Raise if the groups have different meshes. Groups that only differ in dtypes can share communication."""
-    if len({(group.groups.shard, group.groups.replicate) for group in groups}) > 1:
+    if len({(group.process_groups.shard, group.process_groups.replicate) for group in groups}) > 1:
         raise ValueError(
             f"{call} is not supported with multiple param groups (from per-param mesh via shard_placement_fn). "
             f"The {comm_name} would be ambiguous across groups with different meshes."
@@ -64,7 +64,7 @@ def use_separate_scatter_groups(module: nn.Module, groups: Sequence[DTensorGroup
     check_all_sharded("set_separate_reduce_scatter_group()", module, groups)
     scatter_groups: dict[tuple[int, ...], Any] = {}
     for group in groups:
-        shard, reduction = group.groups.shard, group.reduction
+        shard, reduction = group.process_groups.shard, group.reduction
         if not enable or shard is None:
             reduction.scatter_group = None
             continue

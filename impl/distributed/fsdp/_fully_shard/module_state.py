@@ -113,7 +113,7 @@ class ModuleState:
             sharer.param_owners.append(self)
 
     def group_of(self, param: ShardedParam) -> DTensorGroup:
-        return next(group for group in self.groups if param in group.params)
+        return next(group for group in self.param_groups if param in group.params)
 
     @property
     def is_root(self) -> bool | None:
@@ -130,12 +130,12 @@ class ModuleState:
         return [state for ref in self._state_refs if (state := ref()) is not None]
 
     @property
-    def groups(self) -> Sequence[DTensorGroup]:
+    def param_groups(self) -> Sequence[DTensorGroup]:
         return self.unit.param_groups
 
     def _before_save(self, *_: object, **__: object) -> None:
         self.reshard()
-        for group in self.unit.param_groups:
+        for group in self.param_groups:
             # The state dict has other local tensors of the same memory, whose versions do not count for the shards.
             group.shard_casts.forget()
 
@@ -150,19 +150,19 @@ class ModuleState:
         _unexpected_keys: list[str],
         errors: list[str],
     ) -> None:
-        if any(group.uses_unsharded_views for group in self.groups):
+        if any(group.uses_unsharded_views for group in self.param_groups):
             self._errors_of_unsharded = errors
         self.reshard()
         self._loads[owner] = prefix, errors
         assigned = metadata.get("assign_to_params_buffers", False)
-        for group in self.groups:
+        for group in self.param_groups:
             group.masters.record_load(owner, state_dict, prefix, assigned=assigned)
 
     def _after_load(self, owner: nn.Module, _: object) -> None:
         """Name the unsharded tensors that a load has assigned, and the cure. Keep the sharded parameters."""
         # A module whose own `_load_from_state_dict` does not call torch's has run no hook before.
         prefix, errors = self._loads.pop(owner, ("", []))
-        attributes = [name for group in self.groups for name in group.restore_sharded(owner)]
+        attributes = [name for group in self.param_groups for name in group.restore_sharded(owner)]
         if attributes:
             names = describe_names([prefix + attribute for attribute in attributes])
             errors.append(f"{names}: sharded in the model, but unsharded in the state dict to assign.")
@@ -175,12 +175,12 @@ class ModuleState:
         """Register the shards in the modules. Keep gathered parameters that were not used yet."""
         unit = self.unit
         if unit.is_unsharded:
-            if any(group.uses_unsharded_views for group in self.groups):
+            if any(group.uses_unsharded_views for group in self.param_groups):
                 unit.reshard()
             else:
                 unit.wait_for_gather()
             unit.root.wait_for_pinned_reads()
-        for group in self.groups:
+        for group in self.param_groups:
             group.discard_post_forward_shards()
 
     def reshard_on_request(self) -> None:
@@ -238,7 +238,7 @@ class ModuleState:
         names = {id(p): name for name, p in self.outermost.named_parameters()}
         for state, name in states.items():
             state.unit.name = name or state.unit.name
-            for group in state.groups:
+            for group in state.param_groups:
                 _name_parameters(group, names, module_names)
         units = [state.unit for state in states]
         for unit in units:
@@ -259,7 +259,7 @@ class ModuleState:
         root.wait_for_earlier_gathers(earlier)
 
     def _check_groups(self) -> None:
-        for group in self.groups:
+        for group in self.param_groups:
             group.write_back_changes()
             group.pin()
             group.check_device(self.device)
@@ -291,7 +291,7 @@ class ModuleState:
             self._pending_modules = set(self.modules) if unit.root.is_in_forward() else {module}
         args, kwargs = self._cast_inputs(args, kwargs)
         # Zeros are reduced as soon as all inputs have their gradients.
-        if torch.is_grad_enabled() and any(group.options.reduces_unused for group in self.groups):
+        if torch.is_grad_enabled() and any(group.options.reduces_unused for group in self.param_groups):
             args, kwargs = alias_leaves(args, kwargs)
         return unit.before_forward(args, kwargs)
 
@@ -362,7 +362,7 @@ class ModuleState:
             state.unit.abandon_forward()
             state.unit.abandon_backward()
             state.reshard()
-            for group in state.groups:
+            for group in state.param_groups:
                 group.gradients.forget()
         self.own_root.reset()
 

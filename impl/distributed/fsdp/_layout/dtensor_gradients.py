@@ -29,11 +29,11 @@ from impl.optim._held_gradients import HeldGradient, HeldGradients
 _RESET_CLEARS_GRAD = torch.__version__ >= "2.15.dev0"
 
 
-class Reduced(Protocol):
-    """Group of the gradients."""
+class GradientGroup(Protocol):
+    """Group of parameters with these gradients."""
 
     params: list[ShardedParam]
-    groups: Groups
+    process_groups: Groups
     options: GroupOptions
     device: torch.device
     offloads: bool
@@ -54,7 +54,7 @@ class Reduced(Protocol):
 class DTensorGradients:
     """`.grad` of the sharded parameters, and gradients that are not reduced yet."""
 
-    def __init__(self, group: Reduced) -> None:
+    def __init__(self, group: GradientGroup) -> None:
         self.journal = BackwardJournal()
         self._group = group
         # Gradients of all parameters, moved here from the unsharded parameters.
@@ -172,7 +172,7 @@ class DTensorGradients:
         dtype = dtype or self._dtype_to_reduce(grads, unsharded.grad_dtypes)
         pairs = [(param, grad) for param, grad in zip(group.params, grads, strict=True) if grad is not None]
         self._record_reduced([param for param, _ in pairs])
-        world = group.groups.shard_size
+        world = group.process_groups.shard_size
         numel = world * sum(param.padded_numel for param, _ in pairs)
         custom = group.reduction.custom_reduce_scatter
         if custom is None:

@@ -47,7 +47,7 @@ class FlatParamGroup(FlatParamHandle):
         device: torch.device,
     ) -> None:
         super().__init__(managed, layout, groups.shard_rank, config, device)
-        self.groups = groups
+        self.process_groups = groups
         self.reduction = Reduction(groups, self._describe_settings)
         self.gradients = GradientShard(self, config.precision.keep_low_precision_grads)
         self.registration = FlatRegistration(self)
@@ -274,11 +274,11 @@ class FlatParamGroup(FlatParamHandle):
         if self.pins and shard.dtype is not unsharded.flat.dtype:
             # Cast on the device: a cast on the host blocks it, and its result is not pinned.
             shard = to_device(shard, self.device)
-        if self.groups.shard is None:
+        if self.process_groups.shard is None:
             copy_into_(unsharded.flat, shard)
             return None
         local = to_device(shard, self.device, unsharded.flat.dtype)
-        return AllGatherRequest(self.groups.shard, unsharded.flat, local, written)
+        return AllGatherRequest(self.process_groups.shard, unsharded.flat, local, written)
 
     def end_gather(self, request: AllGatherRequest) -> None:
         """Do nothing, because the gathered memory is the unsharded buffer."""
@@ -289,9 +289,9 @@ class FlatParamGroup(FlatParamHandle):
 
         Collectives: like unsharding the unit `name`.
         """
-        if self.groups.shard is None:
+        if self.process_groups.shard is None:
             return shard
-        return all_gathered(shard.to(self.device), self.groups, self.groups.shard, name)
+        return all_gathered(shard.to(self.device), self.process_groups, self.process_groups.shard, name)
 
     @torch.no_grad()
     def gather_runs(self, name: str) -> Iterator[tuple[int, Tensor]]:
@@ -302,12 +302,14 @@ class FlatParamGroup(FlatParamHandle):
 
         Collectives: up to eight all-gathers, like unsharding the unit `name`.
         """
-        shard, layout, group = self.flat_param.data, self.layout, self.groups.shard
+        shard, layout, group = self.flat_param.data, self.layout, self.process_groups.shard
         assert group is not None
         fewest = -(-_LEAST_RUN_BYTES // (self.dtype.itemsize * layout.world))
         width = max(-(-layout.shard_numel // _MOST_RUNS), fewest, 1)
         for first in range(0, layout.shard_numel, width):
-            piece = all_gathered(shard[first : first + width].to(self.device), self.groups, group, name)
+            piece = all_gathered(
+                shard[first : first + width].to(self.device), self.process_groups, group, name
+            )
             for rank, run in enumerate(piece.view(layout.world, -1)):
                 yield rank * layout.shard_numel + first, run
 

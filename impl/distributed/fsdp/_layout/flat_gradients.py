@@ -242,7 +242,12 @@ class GradientShard:
         """Return the pieces of an average with their parameters, or nothing if `.grad` will be something else."""
         handle = self._handle
         has_grads = self._reduced_grads.has_others() if self._reduced_grads else not is_cleared(self._handle)
-        if self._averaged is not None or has_grads or self._casts_average or any(map(has_hooks, handle.stepped)):
+        if (
+            self._averaged is not None
+            or has_grads
+            or self._casts_average
+            or any(map(has_hooks, handle.stepped))
+        ):
             return []
         pieces = handle.pieces_of(average) if handle.use_orig_params else [average]
         pairs = zip(handle.stepped, pieces, strict=True)

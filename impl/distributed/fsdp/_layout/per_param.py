@@ -59,7 +59,7 @@ class DTensorGroup:
         backward_mesh: DeviceMesh | None,
     ) -> None:
         self.params = list(params)
-        self.groups = groups
+        self.process_groups = groups
         self.options = options
         self.device = device
         self.offloads = offloads(offload_policy)
@@ -326,7 +326,7 @@ class DTensorGroup:
         self.masters.check()
         unsharded = self.unsharded(dtype)
         is_split = bool(self._post_forward_shards) and unsharded.is_filled()
-        over = self.groups.backward if is_split else self.groups.shard
+        over = self.process_groups.backward if is_split else self.process_groups.shard
         inputs = self._post_forward_shards if is_split else self._inputs(unsharded, reads_casts=reads_casts)
         if not is_split:
             # If this gather fails, these older shards would be taken for the values that are recorded below.
@@ -358,9 +358,9 @@ class DTensorGroup:
             inputs = [shard.to(run.dtype).reshape(-1).view(torch.uint8) for shard, (_, run) in pairs]
         on_host = self.device.type == "cpu"
         if custom is None and fills_rows(
-            self.groups.collectives[over], packing.nbytes, len(packing.rows), on_host
+            self.process_groups.collectives[over], packing.nbytes, len(packing.rows), on_host
         ):
-            rows = unsharded.rows(over.size(), is_split=over is self.groups.backward)
+            rows = unsharded.rows(over.size(), is_split=over is self.process_groups.backward)
             local = [
                 leading_view(row[over.rank()], shard.shape) for row, shard in zip(rows, inputs, strict=True)
             ]
@@ -384,7 +384,7 @@ class DTensorGroup:
         unsharded, ranks = self.unsharded_params, request.over.size()
         assert unsharded is not None
         if not request.rows:
-            unsharded.fill_rows(request.output, ranks, is_split=request.over is self.groups.backward)
+            unsharded.fill_rows(request.output, ranks, is_split=request.over is self.process_groups.backward)
             unsharded.packing(ranks).free()
         unsharded.complete()
 
@@ -441,7 +441,7 @@ class DTensorGroup:
         self._registration.register(self._with_substitutes(self._expected_tensors()))
 
     def _new_post_forward_shards(self) -> list[Tensor]:
-        unsharded, fewer = self.unsharded_params, self.groups.backward
+        unsharded, fewer = self.unsharded_params, self.process_groups.backward
         reshards_to_fewer = type(self.options.reshards_after_forward) is int
         # The tensor of an extension cannot be split.
         if not reshards_to_fewer or fewer is None or unsharded is None or any(self._have_extensions):

@@ -170,7 +170,7 @@ class Gradients(Protocol):
 class ParamGroup(Protocol):
     """Parameters of a unit that are gathered and reduced together."""
 
-    groups: Groups  # process groups
+    process_groups: Groups
     device: torch.device  # compute device
     offloads: bool  # keeps the shards on the CPU
     pins: bool  # keeps the shards in pinned memory
@@ -264,7 +264,7 @@ class ParamGroup(Protocol):
 
 def sharding_groups(group: ParamGroup) -> list[tuple[dist.ProcessGroup, ...]]:
     """Return for each parameter the groups whose ranks have different elements of it."""
-    shard = () if group.groups.shard is None else (group.groups.shard,)
+    shard = () if group.process_groups.shard is None else (group.process_groups.shard,)
     return [(*shard, *(info.parallel.sharding_groups if info.parallel else ())) for info in group.param_infos]
 
 
@@ -306,9 +306,9 @@ def gather(
     entry = group.reduction.entry(GATHERED_AGAIN if is_kept else GATHERED, name)
     try:
         if request.rows:
-            all_gather_rows(request.rows, group.groups, request.over, entry)
+            all_gather_rows(request.rows, group.process_groups, request.over, entry)
         else:
-            all_gather_into(request.output, request.shard, group.groups, request.over, entry)
+            all_gather_into(request.output, request.shard, group.process_groups, request.over, entry)
     except RuntimeError as error:
         if is_kept and request.written:
             names = ", ".join(group.names[index] for index in request.written)
