@@ -28,8 +28,8 @@ class Groups:
 
     shard: dist.ProcessGroup | None  # absent if nothing is sharded
     replicate: dist.ProcessGroup | None
-    # Ranks within `shard` that gather again for a backward; None: all.
-    backward: dist.ProcessGroup | None = None
+    # Ranks within `shard` that gather post-forward shards for a backward; None: all.
+    post_forward: dist.ProcessGroup | None = None
     parallel: tuple[dist.ProcessGroup, ...] = ()
 
     @property
@@ -65,7 +65,7 @@ class Groups:
         """Checkers of the collectives' order, by group."""
         return {
             group: order_checker_of(group)
-            for group in (self.shard, self.replicate, self.backward)
+            for group in (self.shard, self.replicate, self.post_forward)
             if group is not None
         }
 

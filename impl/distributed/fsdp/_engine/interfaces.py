@@ -73,5 +73,5 @@ class SummonedParams(Protocol):
     def check_backward(self, name: str) -> None:
         """Raise if the unit `name` cannot store the gradients of a backward."""
 
-    def register_kept(self) -> None:
+    def use_kept_views(self) -> None:
         """Register the summoned parameters again. Do nothing if they are registered."""

@@ -55,7 +55,7 @@ Assumptions:
 - `record_stream` is called, too, for tensors that an all-gather extension creates beside the gathered ones, such as
   scales. GATHER allocates them, and graphs may free them while COMPUTE reads them.
 - The same is done for memory that COMPUTE reads once and replaces: buffers that are cast, shards that the user has
-  assigned other data to, and the larger shards of `reshard_after_forward=int`.
+  assigned other data to, and the post-forward shards.
 - A module that computes on streams of its own computes with the unit's inputs there. Gradients that do not flow to an
   input of the unit may be copied before that stream has computed them.
 - In autograd's hooks the current stream is that of the forward operator whose node is running. In the callback at the

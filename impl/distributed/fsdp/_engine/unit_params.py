@@ -272,7 +272,7 @@ class UnitParams(Generic[Group_co]):
     def use_kept_views(self) -> None:
         """Register in the modules the parameters that stay unsharded after a forward or backward."""
         for params in self.summoned or self.param_groups:
-            params.register_kept()
+            params.use_kept_views()
 
     def set_graph_aside(self) -> None:
         """Make the next gather fill new memory, which the graph of torch.func.linearize keeps, until the next reshard.

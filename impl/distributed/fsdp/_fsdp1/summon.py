@@ -184,7 +184,7 @@ class _SummonedHandle:
         self._was_computed_with = True
         return handle.use_unsharded_views(dtype)
 
-    def register_kept(self) -> None:
+    def use_kept_views(self) -> None:
         if self._summoned_aside is None:
             return
         self._handle.use_sharded_views()
@@ -194,7 +194,7 @@ class _SummonedHandle:
 
     def end(self) -> None:
         # A failed backward inside has left its views in the modules, perhaps in a lower precision.
-        self.register_kept()
+        self.use_kept_views()
         handle = self._handle
         keeps = self._options.writeback or not handle.is_sharded
         if keeps:

@@ -38,7 +38,7 @@ from impl.distributed.fsdp._params.tensor_parallel import local_parameter, paral
 from impl.distributed.fsdp._params.whole_mesh import DataDims
 
 # Keyed by the process group that shards, and dropped with it.
-_backward_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
+_post_forward_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -71,7 +71,7 @@ def check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
 
 
-def groups_from_mesh(mesh: DeviceMesh, backward_mesh: DeviceMesh | None, data: DataDims | None) -> Groups:
+def groups_from_mesh(mesh: DeviceMesh, post_forward_mesh: DeviceMesh | None, data: DataDims | None) -> Groups:
     shard = mesh.get_group(mesh.ndim - 1)
     if data is not None and not data.shard:
         return Groups(None, shard if shard.size() > 1 else None)
@@ -79,7 +79,7 @@ def groups_from_mesh(mesh: DeviceMesh, backward_mesh: DeviceMesh | None, data: D
     return Groups(
         shard if shard.size() > 1 else None,
         replicate if replicate is not None and replicate.size() > 1 else None,
-        None if backward_mesh is None else backward_mesh.get_group(1),
+        None if post_forward_mesh is None else post_forward_mesh.get_group(1),
     )
 
 
@@ -105,7 +105,7 @@ def check_reshard_after_forward(value: object, world: int, data: DataDims | None
     return value if value not in (1, world) else value == world
 
 
-def backward_mesh_of(mesh: DeviceMesh, reshards: bool | int | None) -> DeviceMesh | None:
+def post_forward_mesh_of(mesh: DeviceMesh, reshards: bool | int | None) -> DeviceMesh | None:
     """Return a mesh whose second dimension has the ranks that a module reshards to after forward, or None for a bool.
 
     Collectives: creates its groups, once for each group that parameters are sharded over.
@@ -113,7 +113,7 @@ def backward_mesh_of(mesh: DeviceMesh, reshards: bool | int | None) -> DeviceMes
     if type(reshards) is not int:
         return None
     ranks = mesh.mesh.view(-1, reshards)
-    meshes = _backward_meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    meshes = _post_forward_meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
     key = tuple(map(tuple, ranks.tolist()))
     if key not in meshes:
         meshes[key] = DeviceMesh(mesh.device_type, ranks)
@@ -357,19 +357,19 @@ def param_group_of(  # noqa: PLR0913  the arguments of fully_shard
 ) -> DTensorGroup:
     """Shard the parameters, which have one mesh and the same dtypes, as one group.
 
-    Collectives: those of `backward_mesh_of`.
+    Collectives: those of `post_forward_mesh_of`.
     """
     mesh, precision = placements[0].mesh, placements[0].precision
     reshards = check_reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
-    backward_mesh = backward_mesh_of(mesh, reshards)
-    groups = groups_from_mesh(mesh, backward_mesh, data)
+    post_forward_mesh = post_forward_mesh_of(mesh, reshards)
+    groups = groups_from_mesh(mesh, post_forward_mesh, data)
     rank, world, is_offloaded = groups.shard_rank, groups.shard_size, offloads(offload_policy)
     params = [
         ShardedParam(param.managed, mesh, param.dim, rank, world, param.stepped_dtype, offloads=is_offloaded)
         for param in placements
     ]
     options = GroupOptions(precision, reshards, policy=resolve_policy(mp_policy, precision))
-    return DTensorGroup(params, groups, options, device, offload_policy, backward_mesh)
+    return DTensorGroup(params, groups, options, device, offload_policy, post_forward_mesh)
 
 
 def _by_dtype(placements: list[ParamPlacement]) -> list[list[ParamPlacement]]:

@@ -72,7 +72,7 @@ class FlatParamGroup(FlatParamHandle):
         return is_outermost or not self._config.frees_after_forward or not self.is_sharded
 
     def discard_post_forward_shards(self) -> None:
-        """Do nothing, because flat parameters have no larger shards for backward."""
+        """Do nothing, because flat parameters have no post-forward shards."""
 
     def frees_in_backward(self) -> bool:
         if not self.is_sharded:
@@ -217,7 +217,7 @@ class FlatParamGroup(FlatParamHandle):
         del after_forward
         self.registration.use_sharded_views()
 
-    def register_kept(self) -> None:
+    def use_kept_views(self) -> None:
         """Register the sharded views, because users see the shards between a forward and its backward."""
         self.use_sharded_views()
 

@@ -43,7 +43,7 @@ class DTensorGroup:
         groups: the ranks to shard over and to replicate over.
         device: compute device.
         offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
-        backward_mesh: a mesh of two dimensions if fewer ranks gather for a backward: those of the second dimension.
+        post_forward_mesh: a mesh of two dimensions if fewer ranks gather for a backward: those of the second one.
     """
 
     # DTensors have their mesh, and `Module.to` swaps them, which torch refuses if a weak reference to one exists.
@@ -56,7 +56,7 @@ class DTensorGroup:
         options: GroupOptions,
         device: torch.device,
         offload_policy: OffloadPolicy,
-        backward_mesh: DeviceMesh | None,
+        post_forward_mesh: DeviceMesh | None,
     ) -> None:
         self.params = list(params)
         self.process_groups = groups
@@ -72,8 +72,8 @@ class DTensorGroup:
         self._have_extensions = [has_extension(param) for param in params]
         self.unsharded_params: UnshardedParams | None = None
         self.shard_casts = CastShards()
-        self._backward_mesh = backward_mesh
-        # Shards of unsharded parameters that this rank keeps for a backward, and the parameters that modules have then.
+        self._post_forward_mesh = post_forward_mesh
+        # Post-forward shards, which this rank keeps of unsharded parameters, and the parameters that modules have then.
         self._post_forward_shards: list[Tensor] = []
         self._post_forward_params: list[nn.Parameter] = []
         self._substitutes: dict[int, Substitute] = {}  # parameter index -> tensor
@@ -325,10 +325,12 @@ class DTensorGroup:
     def begin_gather(self, dtype: torch.dtype, *, reads_casts: bool) -> AllGatherRequest | None:
         self.masters.check()
         unsharded = self.unsharded(dtype)
-        is_split = bool(self._post_forward_shards) and unsharded.is_filled()
-        over = self.process_groups.backward if is_split else self.process_groups.shard
-        inputs = self._post_forward_shards if is_split else self._inputs(unsharded, reads_casts=reads_casts)
-        if not is_split:
+        is_post_forward = bool(self._post_forward_shards) and unsharded.is_filled()
+        over = self.process_groups.post_forward if is_post_forward else self.process_groups.shard
+        if is_post_forward:
+            inputs = self._post_forward_shards
+        else:
+            inputs = self._inputs(unsharded, reads_casts=reads_casts)
             # If this gather fails, these older shards would be taken for the values that are recorded below.
             self.discard_post_forward_shards()
         unsharded.allocate()
@@ -360,7 +362,7 @@ class DTensorGroup:
         if custom is None and fills_rows(
             self.process_groups.collectives[over], packing.nbytes, len(packing.rows), on_host
         ):
-            rows = unsharded.rows(over.size(), is_split=over is self.process_groups.backward)
+            rows = unsharded.rows(over.size(), is_post_forward=over is self.process_groups.post_forward)
             local = [
                 leading_view(row[over.rank()], shard.shape) for row, shard in zip(rows, inputs, strict=True)
             ]
@@ -384,7 +386,8 @@ class DTensorGroup:
         unsharded, ranks = self.unsharded_params, request.over.size()
         assert unsharded is not None
         if not request.rows:
-            unsharded.fill_rows(request.output, ranks, is_split=request.over is self.process_groups.backward)
+            is_post_forward = request.over is self.process_groups.post_forward
+            unsharded.fill_rows(request.output, ranks, is_post_forward=is_post_forward)
             unsharded.packing(ranks).free()
         unsharded.complete()
 
@@ -398,7 +401,7 @@ class DTensorGroup:
         if not self.uses_unsharded_views or self._substitutes:
             self._registration.register(self._unsharded_tensors(unsharded.views))
             self.uses_unsharded_views = True
-            self._drop_post_forward_shards()
+            self._free_post_forward_shards()
         return unsharded
 
     def _unsharded_tensors(self, views: Sequence[Tensor]) -> list[Tensor]:
@@ -410,7 +413,7 @@ class DTensorGroup:
             tensors[index] = unsharded
         return tensors
 
-    def register_kept(self) -> None:
+    def use_kept_views(self) -> None:
         if self._substitutes:
             self._registration.register(self._with_substitutes(self._expected_tensors()))
 
@@ -430,26 +433,26 @@ class DTensorGroup:
         if self.unsharded_params is not None:
             self.unsharded_params.share_requires_grad(self._post_forward_params)
         shards = self._new_post_forward_shards() if after_forward else []
-        self._drop_post_forward_shards()
+        self._free_post_forward_shards()
         self._post_forward_shards = shards
-        if shards and self._backward_mesh is not None:
+        if shards and self._post_forward_mesh is not None:
             self._post_forward_params = [
-                param.post_forward_param(shard, self._backward_mesh)
+                param.post_forward_param(shard, self._post_forward_mesh)
                 for param, shard in zip(self.params, shards, strict=True)
             ]
         self.uses_unsharded_views = False
         self._registration.register(self._with_substitutes(self._expected_tensors()))
 
     def _new_post_forward_shards(self) -> list[Tensor]:
-        unsharded, fewer = self.unsharded_params, self.process_groups.backward
-        reshards_to_fewer = type(self.options.reshards_after_forward) is int
+        unsharded, over = self.unsharded_params, self.process_groups.post_forward
+        is_partly = type(self.options.reshards_after_forward) is int
         # The tensor of an extension cannot be split.
-        if not reshards_to_fewer or fewer is None or unsharded is None or any(self._have_extensions):
+        if not is_partly or over is None or unsharded is None or any(self._have_extensions):
             return []
-        return [param.post_forward_shard(run, fewer.rank(), fewer.size()) for param, run in unsharded.runs]
+        return [param.post_forward_shard(run, over.rank(), over.size()) for param, run in unsharded.runs]
 
-    def _drop_post_forward_shards(self) -> None:
-        """Drop the larger shards for backward. The current stream has waited for the last gather of them."""
+    def _free_post_forward_shards(self) -> None:
+        """Free the post-forward shards. The current stream has waited for the last gather of them."""
         keep_for_current_stream(self._post_forward_shards)
         self._post_forward_shards, self._post_forward_params = [], []
 

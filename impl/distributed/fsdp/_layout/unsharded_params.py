@@ -197,14 +197,14 @@ class UnshardedParams:
                 self._packings[ranks] = Packing([run for _, run in self.runs], ranks, self._device)
         return self._packings[ranks]
 
-    def rows(self, ranks: int, *, is_split: bool) -> list[Tensor]:
+    def rows(self, ranks: int, *, is_post_forward: bool) -> list[Tensor]:
         """Return the tensors that are filled with a row [n] of each of `ranks` ranks, for each run.
 
         Args:
-            is_split: the ranks contribute shards of runs that they kept after forward, not shards of parameters.
+            is_post_forward: the ranks contribute post-forward shards of the runs, not shards of parameters.
         """
         packing = self.packing(ranks)
-        if is_split or not self._has_columns:
+        if is_post_forward or not self._has_columns:
             return packing.rows
         self._columns = []  # a gather may have failed
         rows = list(packing.rows)
@@ -215,9 +215,9 @@ class UnshardedParams:
                 self._columns.append((param, shards, run))
         return rows
 
-    def fill_rows(self, gathered: Tensor, ranks: int, *, is_split: bool) -> None:
+    def fill_rows(self, gathered: Tensor, ranks: int, *, is_post_forward: bool) -> None:
         """Fill the rows from the gathered ranks' inputs, which are concatenated."""
-        rows = self.rows(ranks, is_split=is_split)
+        rows = self.rows(ranks, is_post_forward=is_post_forward)
         torch.split_with_sizes_copy(gathered.view(ranks, -1), self.packing(ranks).sizes, dim=1, out=rows)
 
     def complete(self) -> None:
@@ -243,7 +243,7 @@ class UnshardedParams:
         This is the form that modules had at the time, or another form that the user had listed before.
 
         Args:
-            post_forward_params: the forms that modules have if this rank keeps other shards for a backward, or none.
+            post_forward_params: the forms that modules have beside post-forward shards, or none.
         """
         before = self._requires_grads
         forms = [[param.sharded for param in self._params], self.views]

@@ -247,12 +247,15 @@ class ParamGroup(Protocol):
         ...
 
     def use_sharded_views(self, *, after_forward: bool = False) -> None:
-        """Register the shards or placeholders in the modules, or after a forward the larger shards for backward."""
+        """Register the shards or placeholders in the modules, or after a forward the post-forward shards.
+
+        These are larger shards, which the few ranks of `reshard_after_forward=int` gather for the backward.
+        """
 
     def discard_post_forward_shards(self) -> None:
-        """Register the shards in the modules, not larger ones for backward, so that the next gather reads them."""
+        """Register the shards in the modules, not post-forward ones, so that the next gather reads them."""
 
-    def register_kept(self) -> None:
+    def use_kept_views(self) -> None:
         """Register in the modules a group that stays unsharded after a forward or backward."""
 
     def swap_unsharded(self, other: Any) -> Any:
