@@ -245,10 +245,7 @@ class FSDPModule(_BaseForTypeCheckers):
         state = self._get_fsdp_state()
         if state.unit.phase not in FORWARDS:
             state.reshard_on_request()
-        elif not all(
-            group.keeps_after_forward(state.unit.root.is_root(state.unit), True)
-            for group in state.param_groups
-        ):
+        elif not state.unit.keeps_after_forward(awaits_backward=True):
             state.unit.reshard(after_forward=True)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:

@@ -20,11 +20,7 @@ from impl.distributed.fsdp._engine.memory import Memory
 from impl.distributed.fsdp._engine.missed_backwards import check_gradients, note_backward, note_forward
 from impl.distributed.fsdp._engine.order import Order
 from impl.distributed.fsdp._engine.phase import FORWARDS
-from impl.distributed.fsdp._engine.streams import (
-    StreamRole,
-    Streams,
-    streams_for,
-)
+from impl.distributed.fsdp._engine.streams import StreamRole, Streams, streams_for
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._engine.waiting_gradients import record_unsynchronized
 from impl.distributed.fsdp._params.autograd import outside_transforms, runs_backward
@@ -195,7 +191,7 @@ class Root:
             self.awaited_end = IterationEnd.USER
         else:
             self.awaited_end = None if settings.is_last_backward else IterationEnd.LAST_BACKWARD
-        self._end_pass()
+        self._close_backward()
 
     @outside_transforms
     def finalize_backward(self) -> None:
@@ -203,7 +199,7 @@ class Root:
         for unit in self.units:
             unit.finalize_backward()
         self._publish_gradients()
-        self._end_pass()
+        self._close_backward()
 
     def wait_for_gradients(self) -> None:
         """Make COMPUTE wait for reductions that are under way, and end the iteration."""
@@ -240,7 +236,7 @@ class Root:
             for unit in self.units
         )
 
-    def _end_pass(self) -> None:
+    def _close_backward(self) -> None:
         is_open = self.awaited_end is IterationEnd.USER
         for unit in self.units:
             record_unsynchronized(unit.param_groups, unit.name, is_open=is_open)

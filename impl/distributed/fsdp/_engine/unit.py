@@ -80,8 +80,8 @@ class Unit(UnitParams[Group_co]):
 
     def begin_summoning(self, summoned: Sequence[SummonedParams], by_all: bool) -> None:
         """Enter the summoned phase: on all ranks if `by_all`, else on the first rank."""
-        shows = Move.SUMMON if by_all else Move.SUMMON_ON_FIRST_RANK
-        self._move(shows if self.param_groups else Move.SUMMON_NOTHING)
+        move = Move.SUMMON if by_all else Move.SUMMON_ON_FIRST_RANK
+        self._move(move if self.param_groups else Move.SUMMON_NOTHING)
         self.summoned = summoned
 
     def end_summoning(self) -> None:
@@ -165,11 +165,14 @@ class Unit(UnitParams[Group_co]):
         if is_linearized() and not self.summoned:
             self.reshard()
             return
-        conditions = self.root.is_root(self), awaits_backward
-        if all(group.keeps_after_forward(*conditions) for group in self.param_groups):
+        if self.keeps_after_forward(awaits_backward=awaits_backward):
             self.use_kept_views()
         else:
             self.reshard(after_forward=True)
+
+    def keeps_after_forward(self, *, awaits_backward: bool) -> bool:
+        is_root = self.root.is_root(self)
+        return all(group.keeps_after_forward(is_root, awaits_backward) for group in self.param_groups)
 
     def abandon_forward(self) -> None:
         """Undo a forward that raised, as if it had not been called."""
@@ -209,14 +212,6 @@ class Unit(UnitParams[Group_co]):
             if not self.awaits_backward:
                 self.reshard()
 
-    def gather_again_if_used(self) -> None:
-        """Make the next use gather the parameters again if they are unsharded, unless the user keeps them so.
-
-        Called before and after an evaluation, because the user may exchange the weights for it.
-        """
-        if self._gathered is not None and not self._gathered.is_kept_by_user:
-            self._gathered.may_be_stale = True
-
     def reshard_after_evaluation(self) -> None:
         """Reshard, unless the user keeps the parameters. If a backward reads them first, it gathers them again.
 
@@ -224,16 +219,13 @@ class Unit(UnitParams[Group_co]):
         DTensors, increments no version counter. And parameters that the user lists would be unsharded: what is written
         to them is lost, and an optimizer made of them steps nothing.
         """
-        if self._gathered is not None and self._gathered.is_kept_by_user:
-            return
         if self.awaits_backward:
-            if self._gathered is not None:
-                self._gathered.may_be_stale = True
-        elif self._gathered is not None:
-            self.reshard()
-        else:  # perhaps resharded to fewer ranks
+            self.gather_again_if_used()
+        elif self._gathered is None:
             for group in self.param_groups:
                 group.discard_post_forward_shards()
+        elif not self._gathered.is_kept_by_user:
+            self.reshard()
 
     def _prefetch_for_forward(self) -> None:
         if self.options.forward_prefetch:

@@ -21,13 +21,6 @@ from impl.optim._held_gradients import GradientReceiver, HeldGradients, register
 from impl.optim._shards import register_sharding
 
 
-def _no_partial_sums() -> NotImplementedError:
-    return NotImplementedError(
-        "microbatch() does not support set_requires_all_reduce(False), whose partial sums cannot be taken back; use "
-        "no_sync() or set_requires_gradient_sync(False)"
-    )
-
-
 Group_co = TypeVar("Group_co", bound=ParamGroup, covariant=True)
 
 
@@ -101,77 +94,7 @@ class UnitParams(Generic[Group_co]):
             for parameter, groups in zip(tracked, groups_of_params, strict=False):
                 register_sharding(parameter, groups, group.process_groups.members)
 
-    # Microbatches of a scaler, as in `GradientHolder`
-
-    def begin_microbatch(self) -> HeldGradients:
-        for group in self.param_groups:
-            if group.reduction.partial is not None or (group.syncs and group.reduction.defers_all_reduce):
-                raise _no_partial_sums()
-        if self.root_or_none is not None and self.root_or_none.awaited_end is IterationEnd.USER:
-            raise NotImplementedError(
-                "microbatch() does not support set_manual_backward_finalization(True); let backward reduce the "
-                "gradients"
-            )
-        self._settle_gradients()
-        return self._held_of([group.gradients.begin_microbatch() for group in self.param_groups])
-
-    def skip_microbatch(self) -> None:
-        self.contributes_zeros = True
-
-    def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
-        self.contributes_zeros = False
-        self._settle_gradients()
-        if any(group.reduction.partial is not None for group in self.param_groups):
-            raise _no_partial_sums()
-        results = [group.gradients.end_microbatch() for group in self.param_groups]
-        earlier: list[Hashable] = [(number, key) for number, (_, keys) in enumerate(results) for key in keys]
-        return self._held_of([held for held, _ in results]), earlier
-
-    def put_gradients(self, tensors: Mapping[Hashable, Tensor]) -> None:
-        self.contributes_zeros = False
-        self._settle_gradients()
-        by_group: list[dict[Hashable, Tensor]] = [{} for _ in self.param_groups]
-        keys: Any = tensors
-        for number, key in keys:
-            by_group[number][key] = tensors[number, key]
-        for group, group_tensors in zip(self.param_groups, by_group, strict=True):
-            group.reduction.partial = None
-            group.gradients.put(group_tensors)
-        self.awaits_reduction |= any(group.gradients.unsynchronized() for group in self.param_groups)
-
-    def reduce_held(self) -> None:
-        if self.awaits_reduction:
-            self.root.finalize_backward()
-            self.root.wait_for_gradients()
-
-    @staticmethod
-    def _held_of(by_group: Sequence[HeldGradients]) -> HeldGradients:
-        return {(number, key): held[key] for number, held in enumerate(by_group) for key in held}
-
-    def _settle_gradients(self) -> None:
-        """Undo a backward that raised, and make COMPUTE wait for gradients that the last one left to REDUCE."""
-        root = self.root_or_none
-        if root is None:
-            return
-        # Later, this would undo changes of gradients that were set aside or put back since.
-        root.handle_failed_backward()
-        if root.streams.is_async:
-            root.streams.wait_stream(StreamRole.COMPUTE, StreamRole.REDUCE)
-
-    # Casts of shards, as in `ShardedHolder`
-
-    def cast_shards(self, params: Collection[int]) -> dict[int, Tensor]:
-        return {key: cast for group in self.param_groups for key, cast in group.cast_shards(params).items()}
-
-    def record_cast_shards(self, params: Collection[int]) -> None:
-        for group in self.param_groups:
-            group.record_cast_shards(params)
-
-    def is_in_full_precision(self) -> bool:
-        if not self.options.full_precision_in_eval:
-            return False
-        module = self._module()
-        return module is not None and not module.training
+    # Unsharding and resharding
 
     def gather_on_request(self) -> None:
         """Gather the parameters on the user's request, if they are not unsharded."""
@@ -222,6 +145,14 @@ class UnitParams(Generic[Group_co]):
         event = root.streams.record(StreamRole.GATHER)
         is_kept_by_user = gathered is not None and gathered.is_kept_by_user
         self._gathered = GatherState(dtypes, event, is_kept_by_user=is_kept_by_user)
+
+    def gather_again_if_used(self) -> None:
+        """Make the next use gather the parameters again if they are unsharded, unless the user keeps them so.
+
+        Called before and after an evaluation, because the user may exchange the weights for it.
+        """
+        if self._gathered is not None and not self._gathered.is_kept_by_user:
+            self._gathered.may_be_stale = True
 
     def _wait_if_idle(self) -> None:
         """Make GATHER wait for COMPUTE, unless this root runs a forward or backward, which has already waited.
@@ -308,6 +239,12 @@ class UnitParams(Generic[Group_co]):
         for group in self.param_groups:
             group.free()
 
+    def is_in_full_precision(self) -> bool:
+        if not self.options.full_precision_in_eval:
+            return False
+        module = self._module()
+        return module is not None and not module.training
+
     def _dtype_now(self, group: ParamGroup) -> torch.dtype:
         return group.dtype if self.is_in_full_precision() else group.compute_dtype
 
@@ -338,3 +275,76 @@ class UnitParams(Generic[Group_co]):
         for unsharded in self._in_graph:
             for view in unsharded.trainable:
                 view.grad = None
+
+    # Microbatches of a scaler, as in `GradientHolder`
+
+    def begin_microbatch(self) -> HeldGradients:
+        for group in self.param_groups:
+            if group.reduction.partial is not None or (group.syncs and group.reduction.defers_all_reduce):
+                raise _no_partial_sums()
+        if self.root_or_none is not None and self.root_or_none.awaited_end is IterationEnd.USER:
+            raise NotImplementedError(
+                "microbatch() does not support set_manual_backward_finalization(True); let backward reduce the "
+                "gradients"
+            )
+        self._settle_gradients()
+        return self._held_of([group.gradients.begin_microbatch() for group in self.param_groups])
+
+    def skip_microbatch(self) -> None:
+        self.contributes_zeros = True
+
+    def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
+        self.contributes_zeros = False
+        self._settle_gradients()
+        if any(group.reduction.partial is not None for group in self.param_groups):
+            raise _no_partial_sums()
+        results = [group.gradients.end_microbatch() for group in self.param_groups]
+        earlier: list[Hashable] = [(number, key) for number, (_, keys) in enumerate(results) for key in keys]
+        return self._held_of([held for held, _ in results]), earlier
+
+    def put_gradients(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        self.contributes_zeros = False
+        self._settle_gradients()
+        by_group: list[dict[Hashable, Tensor]] = [{} for _ in self.param_groups]
+        keys: Any = tensors
+        for number, key in keys:
+            by_group[number][key] = tensors[number, key]
+        for group, group_tensors in zip(self.param_groups, by_group, strict=True):
+            group.reduction.partial = None
+            group.gradients.put(group_tensors)
+        self.awaits_reduction |= any(group.gradients.unsynchronized() for group in self.param_groups)
+
+    def reduce_held(self) -> None:
+        if self.awaits_reduction:
+            self.root.finalize_backward()
+            self.root.wait_for_gradients()
+
+    @staticmethod
+    def _held_of(by_group: Sequence[HeldGradients]) -> HeldGradients:
+        return {(number, key): held[key] for number, held in enumerate(by_group) for key in held}
+
+    def _settle_gradients(self) -> None:
+        """Undo a backward that raised, and make COMPUTE wait for gradients that the last one left to REDUCE."""
+        root = self.root_or_none
+        if root is None:
+            return
+        # Later, this would undo changes of gradients that were set aside or put back since.
+        root.handle_failed_backward()
+        if root.streams.is_async:
+            root.streams.wait_stream(StreamRole.COMPUTE, StreamRole.REDUCE)
+
+    # Casts of shards, as in `ShardedHolder`
+
+    def cast_shards(self, params: Collection[int]) -> dict[int, Tensor]:
+        return {key: cast for group in self.param_groups for key, cast in group.cast_shards(params).items()}
+
+    def record_cast_shards(self, params: Collection[int]) -> None:
+        for group in self.param_groups:
+            group.record_cast_shards(params)
+
+
+def _no_partial_sums() -> NotImplementedError:
+    return NotImplementedError(
+        "microbatch() does not support set_requires_all_reduce(False), whose partial sums cannot be taken back; use "
+        "no_sync() or set_requires_gradient_sync(False)"
+    )
