@@ -33,8 +33,8 @@ from impl.distributed.fsdp._fully_shard.init import (
     check_not_sharded,
     check_reshard_after_forward,
     group_by_mesh,
-    managed_modules,
     managed_params,
+    managed_submodules,
     mesh_of_all,
     move_to_device,
     on_whole_mesh,
@@ -146,17 +146,17 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     # Check before anything is moved.
     check_reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
     modules = [module] if isinstance(module, nn.Module) else outermost_modules(module)
-    for root in modules:
-        check_not_sharded(root)
+    for outermost in modules:
+        check_not_sharded(outermost)
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     ignored = ignored_params or set()
-    owners = managed_modules(modules, ignored)
-    managed, shared = split_already_sharded(modules, managed_params(modules, owners, ignored), mp_policy)
+    submodules = managed_submodules(modules, ignored)
+    managed, shared = split_already_sharded(modules, managed_params(modules, submodules, ignored), mp_policy)
     if data is not None:
         managed = on_whole_mesh(managed, data)
-    move_to_device(managed, owners, device)
+    move_to_device(managed, submodules, device)
     param_groups = [
         param_group_of(placements, reshard_after_forward, data, device, mp_policy, offload_policy)
         for placements in group_by_mesh(managed, shard_placement_fn, mesh, data, mp_policy)
@@ -165,11 +165,11 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     state = ModuleState(modules, unit, mp_policy, device)
     for param, sharded_param in shared:
         owner_of(sharded_param).share_with(sharded_param, param.info.locations, state)
-    mark_modules(owners)
-    for root in modules:
-        root.__class__ = _class_for(type(root))
+    mark_modules(submodules)
+    for outermost in modules:
+        outermost.__class__ = _class_for(type(outermost))
         # torch's `replicate` reads this registry.
-        vars(root).setdefault(REGISTRY_KEY, {})[fully_shard.__name__] = RegistryItem()
+        vars(outermost).setdefault(REGISTRY_KEY, {})[fully_shard.__name__] = RegistryItem()
     return module
 
 
@@ -206,7 +206,7 @@ class UnshardHandle:
         """Register the unsharded parameters in the modules, once the current stream may read them."""
 
 
-class _Pending(UnshardHandle):
+class _PendingUnshard(UnshardHandle):
     def __init__(self, state: ModuleState) -> None:
         self._state: ModuleState | None = state
 
@@ -272,7 +272,7 @@ class FSDPModule(_BaseForTypeCheckers):
         """
         state = self._get_fsdp_state()
         state.gather_on_request()
-        handle = _Pending(state)
+        handle = _PendingUnshard(state)
         if async_op:
             return handle
         handle.wait()

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from impl.distributed.fsdp._engine.interfaces import IterationEnd
 from impl.distributed.fsdp._engine.root import Root
-from impl.distributed.fsdp._fully_shard.module_state import ModuleState
-from impl.distributed.fsdp._fully_shard.reduction_handle import (
-    ROOT_ALONE,
-    GradientReductionHandle,
-    PendingReduction,
-)
+from impl.distributed.fsdp._fully_shard.module_state import ONLY_ROOT_FINALIZES, ModuleState
+from impl.distributed.fsdp._fully_shard.reduction_handle import GradientReductionHandle, PendingReduction
 from impl.distributed.fsdp._params.autograd import runs_backward
 
 
 def set_manual_finalization(state: ModuleState, enabled: bool) -> None:
     if state.is_root is False:
-        raise RuntimeError(ROOT_ALONE)
+        raise RuntimeError(ONLY_ROOT_FINALIZES)
     if enabled != state.settings.is_finalized_by_user and runs_backward():
         raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
     root = state.own_root

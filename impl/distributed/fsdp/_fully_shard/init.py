@@ -134,23 +134,23 @@ def check_not_sharded(module: nn.Module) -> None:
         )
 
 
-def managed_modules(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """Return all modules below `roots` that no earlier call has sharded, inner ones first.
+def managed_submodules(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """Return all modules at and below `modules` that no earlier call has sharded, inner ones first.
 
     Modules in which everything is ignored are left out.
     """
-    modules: dict[nn.Module, None] = {}
+    managed: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in modules or (module not in roots and state_of(module) is not None):
+        if module in managed or (module not in modules and state_of(module) is not None):
             return
         for child in module.children():
             visit(child)
-        modules[module] = None
+        managed[module] = None
 
-    for root in roots:
-        visit(root)
-    return [module for module in modules if not (ignored and _is_ignored(module, ignored))]
+    for outermost in modules:
+        visit(outermost)
+    return [module for module in managed if not (ignored and _is_ignored(module, ignored))]
 
 
 def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
@@ -159,9 +159,9 @@ def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
 
 
 def managed_params(
-    roots: Sequence[nn.Module], modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+    modules: Sequence[nn.Module], submodules: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> list[ManagedParam]:
-    """Return the parameters in the order of the modules, each with all places that have it.
+    """Return the parameters in the order of the submodules, each with all places that have it.
 
     A module's own parameters that its class's `named_parameters` omits are left unchanged.
 
@@ -170,8 +170,8 @@ def managed_params(
         AssertionError: `named_parameters` returns a parameter that no module has.
     """
     places: dict[nn.Parameter, list[ParamLocation]] = {}
-    for module in modules:
-        own_params = _params_of(module, roots)
+    for module in submodules:
+        own_params = _params_of(module, modules)
         for attribute, parameter in module._parameters.items():
             if parameter is None or parameter in ignored or parameter not in own_params:
                 continue
@@ -181,32 +181,32 @@ def managed_params(
                     f"Change {attribute} to a 1D tensor with numel equal to 1."
                 )
             places.setdefault(parameter, []).append(ParamLocation(module, attribute))
-    # Names come from nn.Module, because the root's own `named_parameters` may omit some of its modules' parameters.
-    names = {p: name for root in reversed(roots) for name, p in nn.Module.named_parameters(root)}
+    # Names come from nn.Module, because a module's own `named_parameters` may omit some parameters below it.
+    names = {p: name for outer in reversed(modules) for name, p in nn.Module.named_parameters(outer)}
     return [
         ManagedParam(ParamInfo(names[p], tuple(where), parallel_layout(p)), local_parameter(p), p)
         for p, where in places.items()
     ]
 
 
-def _params_of(module: nn.Module, roots: Sequence[nn.Module]) -> set[nn.Parameter]:
+def _params_of(module: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Parameter]:
     own_params = {p for _, p in module.named_parameters(recurse=False)}
     if type(module).named_parameters is not nn.Module.named_parameters:
-        in_tree = {p for root in roots for _, p in nn.Module.named_parameters(root)}
+        in_tree = {p for outer in modules for _, p in nn.Module.named_parameters(outer)}
         if not own_params <= in_tree:
-            raise AssertionError(f"Some parameters are not in the module tree of {tuple(roots)}")
+            raise AssertionError(f"Some parameters are not in the module tree of {tuple(modules)}")
     return own_params
 
 
 def split_already_sharded(
-    roots: Sequence[nn.Module], managed: Iterable[ManagedParam], policy: MixedPrecisionPolicy
+    modules: Sequence[nn.Module], managed: Iterable[ManagedParam], policy: MixedPrecisionPolicy
 ) -> tuple[list[ManagedParam], list[tuple[ManagedParam, ShardedParam]]]:
-    """Split the parameters of `roots` into those to shard now and those that an earlier call has sharded.
+    """Split the parameters of `modules` into those to shard now and those that an earlier call has sharded.
 
     A module that both calls contain already has the sharded parameter.
 
     Raises:
-        ValueError: a root is inside a module of the earlier call, or `policy` requests other dtypes than it.
+        ValueError: one of `modules` is inside a module of the earlier call, or `policy` requests other dtypes than it.
     """
     own: list[ManagedParam] = []
     shared: list[tuple[ManagedParam, ShardedParam]] = []
@@ -217,7 +217,7 @@ def split_already_sharded(
         if param is None:
             own.append(managed_param)
         else:
-            _check_not_inside(roots, managed_param, param)
+            _check_not_inside(modules, managed_param, param)
             # The original dtype of a sharded tensor is unknown, but an equal policy gives the same dtypes.
             if original is not param.sharded or owner_of(param).policy != policy:
                 _check_same_dtypes(managed_param, param, policy)
@@ -225,10 +225,10 @@ def split_already_sharded(
     return own, shared
 
 
-def _check_not_inside(roots: Sequence[nn.Module], managed_param: ManagedParam, param: ShardedParam) -> None:
-    """Raise if a root is inside a module of the call that has sharded `param`."""
+def _check_not_inside(modules: Sequence[nn.Module], managed_param: ManagedParam, param: ShardedParam) -> None:
+    """Raise if one of `modules` is inside a module of the call that has sharded `param`."""
     for outer in owner_of(param).modules:
-        inner = next((module for module in outer.modules() if module in roots), None)
+        inner = next((module for module in outer.modules() if module in modules), None)
         if inner is not None:
             raise ValueError(
                 f"fully_shard got a {type(inner).__name__} that is inside a {type(outer).__name__}, which an earlier "

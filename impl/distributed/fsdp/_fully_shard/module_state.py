@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from impl._names import describe_names
+from impl.distributed.fsdp._engine.interfaces import StepSettings
 from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Phase
-from impl.distributed.fsdp._engine.root import Root, StepSettings
+from impl.distributed.fsdp._engine.root import Root
 from impl.distributed.fsdp._engine.unit import Unit
-from impl.distributed.fsdp._fully_shard.reduction_handle import CommContext, check_settings, check_waited
+from impl.distributed.fsdp._fully_shard.reduction_handle import CommContext
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._params.nested import (
@@ -32,6 +33,7 @@ from impl.kernels import dynamo_disable
 
 _STATE = "_tandem_fsdp_state"  # attribute of a module
 MIXED_TENSORS = "mixed torch.Tensor and DTensor"  # text in errors of DTensors
+ONLY_ROOT_FINALIZES = "set_manual_backward_finalization must be called on the root FSDP module"
 _LOAD_UNSHARDED = (
     "The state dict has unsharded tensors for sharded parameters. Load them by "
     "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
@@ -66,7 +68,7 @@ class ModuleState:
         self.policy = policy
         self.device = device
         self.comm = CommContext()
-        self.param_owners: list[ModuleState] = []  # states of the unit's param_owners
+        self.param_owners: list[ModuleState] = []  # states of `unit.param_owners`
         self.settings = StepSettings()  # the root's, from the first forward on
         self._pending_modules: set[nn.Module] = set()  # modules left in a forward, for units of several
         # Only the root's state has one, after its first forward.
@@ -90,12 +92,12 @@ class ModuleState:
         """Return this state. A copy of a plain module inside a unit has the hooks of the module, which refer to it."""
         return self
 
-    def _hook_state_dicts(self, owners: Iterable[nn.Module]) -> None:
+    def _hook_state_dicts(self, modules: Iterable[nn.Module]) -> None:
         """Register hooks so that modules with the unit's parameters have the shards when they are saved or loaded."""
-        for owner in owners:
-            owner.register_state_dict_pre_hook(self._before_save)
-            owner.register_load_state_dict_pre_hook(self._before_load)
-            owner.register_load_state_dict_post_hook(self._after_load)
+        for module in modules:
+            module.register_state_dict_pre_hook(self._before_save)
+            module.register_load_state_dict_pre_hook(self._before_load)
+            module.register_load_state_dict_post_hook(self._after_load)
 
     def share_with(
         self, param: ShardedParam, locations: tuple[ParamLocation, ...], sharer: ModuleState
@@ -141,7 +143,7 @@ class ModuleState:
 
     def _before_load(
         self,
-        owner: nn.Module,
+        module: nn.Module,
         state_dict: dict[str, Any],
         prefix: str,
         metadata: dict[str, Any],
@@ -153,16 +155,16 @@ class ModuleState:
         if any(group.uses_unsharded_views for group in self.param_groups):
             self._errors_of_unsharded = errors
         self.reshard()
-        self._loads[owner] = prefix, errors
+        self._loads[module] = prefix, errors
         assigned = metadata.get("assign_to_params_buffers", False)
         for group in self.param_groups:
-            group.masters.record_load(owner, state_dict, prefix, assigned=assigned)
+            group.masters.record_load(module, state_dict, prefix, assigned=assigned)
 
-    def _after_load(self, owner: nn.Module, _: object) -> None:
+    def _after_load(self, module: nn.Module, _: object) -> None:
         """Name the unsharded tensors that a load has assigned, and the cure. Keep the sharded parameters."""
         # A module whose own `_load_from_state_dict` does not call torch's has run no hook before.
-        prefix, errors = self._loads.pop(owner, ("", []))
-        attributes = [name for group in self.param_groups for name in group.restore_sharded(owner)]
+        prefix, errors = self._loads.pop(module, ("", []))
+        attributes = [name for group in self.param_groups for name in group.restore_sharded(module)]
         if attributes:
             names = describe_names([prefix + attribute for attribute in attributes])
             errors.append(f"{names}: sharded in the model, but unsharded in the state dict to assign.")
@@ -222,7 +224,8 @@ class ModuleState:
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         inner = [state_of(module) for module in self.outermost.modules() if module not in self.modules]
-        check_settings([state.settings for state in inner if state is not None])
+        if any(state.settings.is_finalized_by_user for state in inner if state is not None):
+            raise RuntimeError(ONLY_ROOT_FINALIZES)
         states: dict[ModuleState, str] = {}
         module_names = {module: name for name, module in self.outermost.named_modules()}
         for module, name in module_names.items():
@@ -273,7 +276,7 @@ class ModuleState:
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Inputs:
         """Unshard once for all of the unit's modules, and cast the inputs."""
-        check_waited(self.comm)
+        self.comm.check_waited()
         unit = self.unit
         if unit.root_or_none is not None:
             unit.root_or_none.handle_failed_backward()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from impl.distributed.fsdp._engine.root import Root, StepSettings
+from impl.distributed.fsdp._engine.root import Root
 from impl.distributed.fsdp._engine.streams import Streams
-
-ROOT_ALONE = "set_manual_backward_finalization must be called on the root FSDP module"
 
 
 @dataclass
@@ -17,6 +14,17 @@ class CommContext:
 
     streams: Streams | None = None
     reduction: PendingReduction | None = None
+
+    def check_waited(self) -> None:
+        """Raise RuntimeError in a forward after an asynchronous finalization that was not waited for."""
+        if self.reduction is None:
+            return
+        error = RuntimeError("The previous gradient reduction must be waited on before forward")
+        error.add_note(
+            "Call wait() of the handle that finalize_backward(async_op=True) has returned, or reset_iter_state() of "
+            "the root if the handle was lost."
+        )
+        raise error
 
 
 class GradientReductionHandle:
@@ -52,21 +60,3 @@ class PendingReduction(GradientReductionHandle):
         self._comm.reduction = None
         self._is_done = True
         self.root.wait_for_gradients()
-
-
-def check_settings(inner: Iterable[StepSettings]) -> None:
-    """Raise RuntimeError if a module inside a root is to finalize backwards."""
-    if any(settings.is_finalized_by_user for settings in inner):
-        raise RuntimeError(ROOT_ALONE)
-
-
-def check_waited(comm: CommContext) -> None:
-    """Raise RuntimeError in a forward after an asynchronous finalization that was not waited for."""
-    if comm.reduction is None:
-        return
-    error = RuntimeError("The previous gradient reduction must be waited on before forward")
-    error.add_note(
-        "Call wait() of the handle that finalize_backward(async_op=True) has returned, or reset_iter_state() of the "
-        "root if the handle was lost."
-    )
-    raise error
