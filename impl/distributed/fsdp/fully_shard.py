@@ -37,22 +37,22 @@ from impl.distributed.fsdp._fully_shard.init import (
     managed_submodules,
     mesh_of_all,
     move_to_device,
-    on_whole_mesh,
     outermost_modules,
     param_group_of,
     split_already_sharded,
+    with_data_dims,
 )
 from impl.distributed.fsdp._fully_shard.module_state import ModuleState, owner_of, state_of
 from impl.distributed.fsdp._fully_shard.reduction_handle import GradientReductionHandle
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._params.config import UnitOptions
+from impl.distributed.fsdp._params.data_dims import data_dims_of
 from impl.distributed.fsdp._params.managed import mark_modules
 from impl.distributed.fsdp._params.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from impl.distributed.fsdp._params.whole_mesh import data_dims_of
 from impl.kernels import dynamo_disable
 
 # Every FSDPModule is also a module at run time, because the class of a sharded module inherits from both.
@@ -141,10 +141,10 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     check_module(module)
     mesh = mesh if mesh is not None else mesh_of_all()
     check_mesh(mesh, dp_mesh_dims)
-    data = None if dp_mesh_dims is None else data_dims_of(mesh, dp_mesh_dims)
-    mesh = mesh if data is None else data.mesh
+    data_dims = None if dp_mesh_dims is None else data_dims_of(mesh, dp_mesh_dims)
+    mesh = mesh if data_dims is None else data_dims.mesh
     # Check before anything is moved.
-    check_reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
+    check_reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1), data_dims)
     modules = [module] if isinstance(module, nn.Module) else outermost_modules(module)
     for outermost in modules:
         check_not_sharded(outermost)
@@ -154,12 +154,12 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     ignored = ignored_params or set()
     submodules = managed_submodules(modules, ignored)
     managed, shared = split_already_sharded(modules, managed_params(modules, submodules, ignored), mp_policy)
-    if data is not None:
-        managed = on_whole_mesh(managed, data)
+    if data_dims is not None:
+        managed = with_data_dims(managed, data_dims)
     move_to_device(managed, submodules, device)
     param_groups = [
-        param_group_of(placements, reshard_after_forward, data, device, mp_policy, offload_policy)
-        for placements in group_by_mesh(managed, shard_placement_fn, mesh, data, mp_policy)
+        param_group_of(placements, reshard_after_forward, data_dims, device, mp_policy, offload_policy)
+        for placements in group_by_mesh(managed, shard_placement_fn, mesh, data_dims, mp_policy)
     ]
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, UnitOptions())
     state = ModuleState(modules, unit, mp_policy, device)

@@ -20,7 +20,6 @@ from impl.kernels import span
 from impl.optim._held_gradients import GradientReceiver, HeldGradients, register_holder
 from impl.optim._shards import register_sharding
 
-
 Group_co = TypeVar("Group_co", bound=ParamGroup, covariant=True)
 
 

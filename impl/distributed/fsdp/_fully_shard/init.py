@@ -24,6 +24,7 @@ from impl.distributed.fsdp._layout.sharded_param import (
     params_by_sharded_tensor,
     sharded_param_of,
 )
+from impl.distributed.fsdp._params.data_dims import DataDims
 from impl.distributed.fsdp._params.param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._params.policies import (
     DataParallelMeshDims,
@@ -35,7 +36,6 @@ from impl.distributed.fsdp._params.policies import (
     resolve_policy,
 )
 from impl.distributed.fsdp._params.tensor_parallel import local_parameter, parallel_layout
-from impl.distributed.fsdp._params.whole_mesh import DataDims
 
 # Keyed by the process group that shards, and dropped with it.
 _post_forward_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
@@ -71,9 +71,11 @@ def check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
 
 
-def groups_from_mesh(mesh: DeviceMesh, post_forward_mesh: DeviceMesh | None, data: DataDims | None) -> Groups:
+def groups_from_mesh(
+    mesh: DeviceMesh, post_forward_mesh: DeviceMesh | None, data_dims: DataDims | None
+) -> Groups:
     shard = mesh.get_group(mesh.ndim - 1)
-    if data is not None and not data.shard:
+    if data_dims is not None and not data_dims.shard:
         return Groups(None, shard if shard.size() > 1 else None)
     replicate = mesh.get_group(0) if mesh.ndim == 2 else None
     return Groups(
@@ -83,11 +85,11 @@ def groups_from_mesh(mesh: DeviceMesh, post_forward_mesh: DeviceMesh | None, dat
     )
 
 
-def check_reshard_after_forward(value: object, world: int, data: DataDims | None) -> bool | int | None:
+def check_reshard_after_forward(value: object, world: int, data_dims: DataDims | None) -> bool | int | None:
     """Return `reshard_after_forward`, as a number only if it is neither one rank nor all ranks."""
-    if data is not None and not data.shard:
+    if data_dims is not None and not data_dims.shard:
         return False  # replicated parameters are never freed
-    if data is not None and type(value) is int:
+    if data_dims is not None and type(value) is int:
         raise NotImplementedError(
             "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
         )
@@ -257,7 +259,7 @@ def _check_same_dtypes(
         )
 
 
-def on_whole_mesh(managed: Sequence[ManagedParam], data: DataDims) -> list[ManagedParam]:
+def with_data_dims(managed: Sequence[ManagedParam], data_dims: DataDims) -> list[ManagedParam]:
     """Return the parameters with the data-parallel dimensions of their mesh.
 
     Raises:
@@ -271,8 +273,8 @@ def on_whole_mesh(managed: Sequence[ManagedParam], data: DataDims) -> list[Manag
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
                 f"distribute_module). Got plain tensor for parameter '{param.info.locations[0].attribute}'."
             )
-        data.check_placements(layout.mesh, layout.placements)
-        params.append(replace(param, info=replace(param.info, parallel=replace(layout, data=data))))
+        data_dims.check_placements(layout.mesh, layout.placements)
+        params.append(replace(param, info=replace(param.info, parallel=replace(layout, data_dims=data_dims))))
     return params
 
 
@@ -311,7 +313,7 @@ def group_by_mesh(
     managed: Sequence[ManagedParam],
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     mesh: DeviceMesh,
-    data: DataDims | None,
+    data_dims: DataDims | None,
     policy: MixedPrecisionPolicy,
 ) -> list[list[ParamPlacement]]:
     """Group the parameters by the ranks that they are sharded and replicated over, and by their dtypes.
@@ -323,7 +325,7 @@ def group_by_mesh(
         ValueError: a placement is not a Shard, or nothing is sharded.
         NotImplementedError: a parameter's own mesh has other dimensions, or dp_mesh_dims was passed too.
     """
-    if shard_placement_fn is not None and data is not None and not data.shard:
+    if shard_placement_fn is not None and data_dims is not None and not data_dims.shard:
         raise ValueError(
             "Per-param mesh via shard_placement_fn is not supported with DDPMeshInfo; it requires FSDPMeshInfo (or "
             "subclass)"
@@ -333,7 +335,7 @@ def group_by_mesh(
         placement: Any = None if shard_placement_fn is None else shard_placement_fn(param.original)
         own = mesh
         if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult
-            if data is not None:
+            if data_dims is not None:
                 raise NotImplementedError(
                     f"{param.info.name} has its own mesh, and dp_mesh_dims was passed; remove one of them"
                 )
@@ -350,7 +352,7 @@ def group_by_mesh(
 def param_group_of(  # noqa: PLR0913  the arguments of fully_shard
     placements: Sequence[ParamPlacement],
     reshard_after_forward: bool | int | None,
-    data: DataDims | None,
+    data_dims: DataDims | None,
     device: torch.device,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
@@ -360,9 +362,9 @@ def param_group_of(  # noqa: PLR0913  the arguments of fully_shard
     Collectives: those of `post_forward_mesh_of`.
     """
     mesh, precision = placements[0].mesh, placements[0].precision
-    reshards = check_reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
+    reshards = check_reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1), data_dims)
     post_forward_mesh = post_forward_mesh_of(mesh, reshards)
-    groups = groups_from_mesh(mesh, post_forward_mesh, data)
+    groups = groups_from_mesh(mesh, post_forward_mesh, data_dims)
     rank, world, is_offloaded = groups.shard_rank, groups.shard_size, offloads(offload_policy)
     params = [
         ShardedParam(param.managed, mesh, param.dim, rank, world, param.stepped_dtype, offloads=is_offloaded)

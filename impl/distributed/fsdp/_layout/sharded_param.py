@@ -128,8 +128,8 @@ class ShardedParam:
             meta = TensorMeta(torch.Size(self.shape), self.stride, dtype)
             return DTensorSpec(mesh, (*replicas, Shard(self.dim)), tensor_meta=meta)
         meta = TensorMeta(parallel.shape, parallel.stride, dtype)
-        if parallel.data is not None:
-            return parallel.data.spec(parallel.placements, self.dim, meta)
+        if parallel.data_dims is not None:
+            return parallel.data_dims.spec(parallel.placements, self.dim, meta)
         shards = parallel.num_shards_of(self.dim)
         placement = Shard(self.dim) if shards == 1 else _StridedShard(self.dim, split_factor=shards)
         placements = (*replicas, placement, *parallel.placements)
@@ -153,7 +153,7 @@ class ShardedParam:
     def is_sharded(self) -> bool:
         """Whether the parameter is sharded, even over one rank."""
         parallel = self.info.parallel
-        return parallel is None or parallel.data is None or bool(parallel.data.shard)
+        return parallel is None or parallel.data_dims is None or bool(parallel.data_dims.shard)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -44,5 +44,5 @@ def unsharded_substitute(
             "is sharded by tensor parallelism too; pass a DTensor over the tensor-parallel mesh only"
         )
     on_device = cast("DTensor", original.to(device))
-    whole = on_device.full_tensor(grad_placements=[Partial("avg")] * mesh.ndim)
-    return whole.to(param_dtype) if param_dtype is not None and whole.is_floating_point() else whole
+    full = on_device.full_tensor(grad_placements=[Partial("avg")] * mesh.ndim)
+    return full.to(param_dtype) if param_dtype is not None and full.is_floating_point() else full

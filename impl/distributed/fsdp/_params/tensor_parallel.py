@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from impl.distributed.fsdp._params.autograd import share_hooks
-from impl.distributed.fsdp._params.whole_mesh import DataDims
+from impl.distributed.fsdp._params.data_dims import DataDims
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class ParallelLayout:
     placements: tuple[Placement, ...]
     shape: torch.Size  # shape of the global tensor
     stride: tuple[int, ...]
-    data: DataDims | None = None  # data parallelism over dimensions of the same mesh
+    data_dims: DataDims | None = None  # data parallelism over dimensions of the same mesh
 
     def dtensor(self, local: Tensor) -> Any:
         """Return a DTensor that shares the memory of `local`."""
         meta = TensorMeta(self.shape, self.stride, local.dtype)
         return new_dtensor(local, DTensorSpec(self.mesh, self.placements, tensor_meta=meta))
 
-    def local_part(self, whole: Tensor) -> Tensor:
+    def local_part(self, tensor: Tensor) -> Tensor:
         """Return this rank's local tensor of a DTensor over the same mesh: a gradient or a loaded value.
 
         Sums over the dimensions of data parallelism are left to the unit.
-        Collectives: those of a redistribution if `whole` has other placements, for example pending sums.
+        Collectives: those of a redistribution if `tensor` has other placements, for example pending sums.
         """
-        dtensor = cast("DTensor", whole)
+        dtensor = cast("DTensor", tensor)
         placements = self.placements
-        if self.data is not None:
-            placements = self.data.reduced(dtensor.placements, placements)
+        if self.data_dims is not None:
+            placements = self.data_dims.reduced(dtensor.placements, placements)
         if dtensor.placements != placements:
             dtensor = dtensor.redistribute(self.mesh, placements)
         local = dtensor._local_tensor
@@ -140,5 +140,5 @@ def combine_meshes(parallel: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
 
 def root_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that `mesh` is a part of, or `mesh` itself if the root has other dimension names."""
-    whole = mesh._get_root_mesh()
-    return whole if {*(mesh.mesh_dim_names or ())} <= {*(whole.mesh_dim_names or ())} else mesh
+    root = mesh._get_root_mesh()
+    return root if {*(mesh.mesh_dim_names or ())} <= {*(root.mesh_dim_names or ())} else mesh

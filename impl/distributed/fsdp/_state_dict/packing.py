@@ -78,9 +78,9 @@ def _sharded(
     )
 
 
-def is_part(sizes: Sequence[int], whole: Sequence[int]) -> bool:
-    """Return whether a ShardedTensor of shape `whole` has a shard for a rank's rows, like torch's `chunk`."""
-    return sizes[0] > 0 or whole[0] == 0
+def is_part(sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether a ShardedTensor of this `shape` has a shard for a rank's rows, like torch's `chunk`."""
+    return sizes[0] > 0 or shape[0] == 0
 
 
 def _place_of(rank: int, device: torch.device, group: dist.ProcessGroup) -> str:
@@ -99,17 +99,17 @@ def dtensor_of_rows(chunk: Tensor, slot: Slot, mesh: DeviceMesh, layout: Paralle
     Collectives: none, unless tensor parallelism shards the rows too. Then the rows are gathered and sharded again in
         the order of DTensors, which every rank of the root mesh has to call.
     """
-    whole = root_mesh_of(mesh)
+    root_mesh = root_mesh_of(mesh)
     shape, stride = (layout.shape, layout.stride) if layout else (torch.Size(slot.shape), slot.stride)
-    placements = placements_in(whole, mesh, layout)
+    placements = placements_in(root_mesh, mesh, layout)
     if layout is None or not layout.shards_rows:
-        return _from_local(chunk.contiguous(), whole, placements, shape, stride)
+        return _from_local(chunk.contiguous(), root_mesh, placements, shape, stride)
     shards = mesh if mesh.ndim == 1 else mesh[_names_of(mesh)[-1]]
     rows = _from_local(chunk.contiguous(), shards, [ShardOf(0)], torch.Size(slot.shape), slot.stride)
     local = _from_local(
-        rows.full_tensor(), whole, _without_data_sharding(placements, whole, mesh), shape, stride
+        rows.full_tensor(), root_mesh, _without_data_sharding(placements, root_mesh, mesh), shape, stride
     )
-    return local.redistribute(whole, placements)
+    return local.redistribute(root_mesh, placements)
 
 
 def rows_in(value: DTensor, slot: Slot, mesh: DeviceMesh, layout: ParallelLayout | None) -> Tensor:
@@ -118,15 +118,15 @@ def rows_in(value: DTensor, slot: Slot, mesh: DeviceMesh, layout: ParallelLayout
     Collectives: none if the DTensor has the placements of `dtensor_of_rows` and tensor parallelism shards no rows;
         else a redistribution, which every rank of the root mesh has to call.
     """
-    whole = root_mesh_of(mesh)
-    placements = placements_in(whole, mesh, layout)
+    root_mesh = root_mesh_of(mesh)
+    placements = placements_in(root_mesh, mesh, layout)
     if (
-        value.device_mesh == whole
+        value.device_mesh == root_mesh
         and [*value.placements] == placements
         and not (layout and layout.shards_rows)
     ):
         return value.to_local()
-    local = value.redistribute(whole, _without_data_sharding(placements, whole, mesh)).to_local()
+    local = value.redistribute(root_mesh, _without_data_sharding(placements, root_mesh, mesh)).to_local()
     chunk = chunk_of(slot, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     return local[chunk.first_row : chunk.stop_row]
 
@@ -135,30 +135,30 @@ def unsharded_in(value: DTensor, mesh: DeviceMesh, layout: ParallelLayout) -> Te
     """Return the tensor that the unit shards, from a DTensor over the mesh of tensor parallelism or the root mesh."""
     if value.device_mesh == layout.mesh:
         return layout.local_part(value)
-    whole = root_mesh_of(mesh)
+    root_mesh = root_mesh_of(mesh)
     return value.redistribute(
-        whole, _without_data_sharding(placements_in(whole, mesh, layout), whole, mesh)
+        root_mesh, _without_data_sharding(placements_in(root_mesh, mesh, layout), root_mesh, mesh)
     ).to_local()
 
 
-def placements_in(whole: DeviceMesh, mesh: DeviceMesh, layout: ParallelLayout | None) -> list[Placement]:
-    placements: list[Placement] = [Replicate() for _ in range(whole.ndim)]
-    placements[_dim_in(whole, mesh)] = ShardOf(0)
+def placements_in(root_mesh: DeviceMesh, mesh: DeviceMesh, layout: ParallelLayout | None) -> list[Placement]:
+    placements: list[Placement] = [Replicate() for _ in range(root_mesh.ndim)]
+    placements[_dim_in(root_mesh, mesh)] = ShardOf(0)
     for name, placement in zip(_names_of(layout.mesh), layout.placements, strict=True) if layout else ():
-        placements[_names_of(whole).index(name)] = placement
+        placements[_names_of(root_mesh).index(name)] = placement
     return placements
 
 
 def _without_data_sharding(
-    placements: Sequence[Placement], whole: DeviceMesh, mesh: DeviceMesh
+    placements: Sequence[Placement], root_mesh: DeviceMesh, mesh: DeviceMesh
 ) -> list[Placement]:
-    dim = _dim_in(whole, mesh)
+    dim = _dim_in(root_mesh, mesh)
     return [Replicate() if place == dim else placement for place, placement in enumerate(placements)]
 
 
-def _dim_in(whole: DeviceMesh, mesh: DeviceMesh) -> int:
+def _dim_in(root_mesh: DeviceMesh, mesh: DeviceMesh) -> int:
     """Return the dimension that parameters are sharded over: the last one of `mesh`."""
-    return whole.ndim - 1 if whole == mesh else _names_of(whole).index(_names_of(mesh)[-1])
+    return root_mesh.ndim - 1 if root_mesh == mesh else _names_of(root_mesh).index(_names_of(mesh)[-1])
 
 
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ class UnitLoading:
 
     def _expected_source(self, handle: FlatParamGroup, index: int) -> str:
         slot = handle.layout.slots[index]
-        if handle.param_infos[index].parallel or self._comes_over_whole_mesh():
+        if handle.param_infos[index].parallel or self._comes_over_root_mesh():
             return f"a DTensor of shape {tuple(handle.global_shape(index))}"
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             chunk = chunk_of(slot, self._wrapper._groups.shard_rank, handle.layout.world)
@@ -124,7 +124,7 @@ class UnitLoading:
             return "nothing"
         return f"a part in {source.dtype}"
 
-    def _comes_over_whole_mesh(self) -> bool:
+    def _comes_over_root_mesh(self) -> bool:
         """Return whether the parts are DTensors over a mesh that contains this unit's mesh."""
         mesh = self._wrapper._device_mesh
         is_sharded = self._kind is StateDictType.SHARDED_STATE_DICT
@@ -190,7 +190,7 @@ class UnitLoading:
             dtype = dtype_of(value)
             part = torch.empty(0, *slot.shape[1:], dtype=dtype) if chunk is None else chunk
             # Before all ranks have agreed to load it, nothing of it is sent.
-            source = value if self._comes_over_whole_mesh() else part
+            source = value if self._comes_over_root_mesh() else part
             state_dict[key] = self._stand_in(shape, dtype, name, source)
         return problems
 
@@ -201,12 +201,12 @@ class UnitLoading:
         )
         if shape_of(value) != shape:
             return f"{who} {_describe_source(value)} but the parameter has the shape {tuple(shape)}"
-        if self._comes_over_whole_mesh():
-            whole = root_mesh_of(self._wrapper._mesh)
-            if value.device_mesh == whole:
+        if self._comes_over_root_mesh():
+            root_mesh = root_mesh_of(self._wrapper._mesh)
+            if value.device_mesh == root_mesh:
                 return ""
             return (
-                f"{who} a DTensor over {value.device_mesh} but keeps one over {whole}; load a state dict of another "
+                f"{who} a DTensor over {value.device_mesh} but keeps one over {root_mesh}; load a state dict of another "
                 "mesh by torch.distributed.checkpoint"
             )
         expected = chunk_of(slot, groups.shard_rank, groups.shard_size).shape

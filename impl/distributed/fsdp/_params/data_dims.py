@@ -1,4 +1,4 @@
-"""Complete mesh that all parameters are DTensors on, and its dimensions that data parallelism uses."""
+"""Dimensions that data parallelism uses, of the mesh that all parameters are DTensors on."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from impl.distributed.fsdp._params.policies import DataParallelMeshDims
 
 @dataclass(frozen=True)
 class DataDims:
-    """Dimensions of a complete mesh that data parallelism uses.
+    """Dimensions of an SPMD mesh that data parallelism uses.
 
     Args:
-        whole: the mesh that parameters are DTensors on.
+        spmd_mesh: the mesh that parameters are DTensors on.
         shard: indices of the dimensions that parameters are sharded over.
         replicate: indices of the dimensions that shards are replicated over.
         mesh: these dimensions only, flattened by use: the replicating dimension, then the sharding one, or one of
             them.
     """
 
-    whole: DeviceMesh
+    spmd_mesh: DeviceMesh
     shard: tuple[int, ...]
     replicate: tuple[int, ...]
     mesh: DeviceMesh
@@ -36,7 +36,7 @@ class DataDims:
         Raises:
             ValueError: a parameter is on another mesh, or is not replicated over these dimensions.
         """
-        if mesh is not self.whole:
+        if mesh is not self.spmd_mesh:
             raise ValueError(
                 "Expected param's DTensor mesh to be the same mesh passed to fully_shard, "
                 "but got different mesh objects"
@@ -61,45 +61,45 @@ class DataDims:
         for mesh_dim in self.shard:
             # Number of shards that later mesh dimensions make of the same dimension of the parameter.
             finer = 1
-            for later in range(mesh_dim + 1, self.whole.ndim):
+            for later in range(mesh_dim + 1, self.spmd_mesh.ndim):
                 if getattr(placements[later], "dim", None) == dim:
-                    finer *= self.whole.size(later)
+                    finer *= self.spmd_mesh.size(later)
             sharded[mesh_dim] = _StridedShard(dim, split_factor=finer) if finer > 1 else Shard(dim)
         if len(self.shard) <= 1:
-            return DTensorSpec(self.whole, tuple(sharded), tensor_meta=meta)
+            return DTensorSpec(self.spmd_mesh, tuple(sharded), tensor_meta=meta)
         return self._spec_of_one_dimension(sharded, meta)
 
     def _spec_of_one_dimension(self, sharded: Sequence[Placement], meta: TensorMeta) -> DTensorSpec:
         """Return the spec with the sharding dimensions flattened into one, at the place of the first of them."""
         meshes: list[DeviceMesh] = []
         combined: list[Placement] = []
-        for mesh_dim, name in enumerate(_names_of(self.whole)):
+        for mesh_dim, name in enumerate(_names_of(self.spmd_mesh)):
             if mesh_dim == min(self.shard):
                 meshes.append(self.mesh)
                 combined += [*((Replicate(),) if self.replicate else ()), sharded[mesh_dim]]
             elif mesh_dim not in (*self.shard, *self.replicate):
-                meshes.append(self.whole[name])
+                meshes.append(self.spmd_mesh[name])
                 combined.append(sharded[mesh_dim])
         return DTensorSpec(DeviceMesh._concatenate(meshes), tuple(combined), tensor_meta=meta)
 
 
-def data_dims_of(whole: DeviceMesh, dims: DataParallelMeshDims) -> DataDims:
-    """Return the data-parallel dimensions of `whole`.
+def data_dims_of(spmd_mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataDims:
+    """Return the data-parallel dimensions of `spmd_mesh`.
 
     Collectives: creates a process group if several dimensions are named together.
     """
     shard, replicate = dims.shard_names, dims.replicate_names
-    meshes = [_as_one(whole, names) for names in (replicate, shard) if names]
+    meshes = [_as_one(spmd_mesh, names) for names in (replicate, shard) if names]
     return DataDims(
-        whole,
-        tuple(map(_names_of(whole).index, shard)),
-        tuple(map(_names_of(whole).index, replicate)),
+        spmd_mesh,
+        tuple(map(_names_of(spmd_mesh).index, shard)),
+        tuple(map(_names_of(spmd_mesh).index, replicate)),
         meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes),
     )
 
 
-def _as_one(whole: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return whole[names[0]] if len(names) == 1 else whole[names]._flatten("_".join(names))
+def _as_one(spmd_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return spmd_mesh[names[0]] if len(names) == 1 else spmd_mesh[names]._flatten("_".join(names))
 
 
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
