@@ -9,7 +9,7 @@ Terms:
 """
 
 from impl._after_dynamo import import_after_dynamo
-from impl.distributed.fsdp._engine.waiting_gradients import set_detect_unsynchronized_step
+from impl.distributed.fsdp._engine.unsynchronized_steps import set_detect_unsynchronized_step
 from impl.distributed.fsdp._fully_shard.reduction_handle import GradientReductionHandle
 from impl.distributed.fsdp._param_precisions import param_precisions
 from impl.distributed.fsdp._params.policies import (

@@ -22,7 +22,7 @@ from impl.distributed.fsdp._engine.order import Order
 from impl.distributed.fsdp._engine.phase import FORWARDS
 from impl.distributed.fsdp._engine.streams import StreamRole, Streams, streams_for
 from impl.distributed.fsdp._engine.unit import Unit
-from impl.distributed.fsdp._engine.waiting_gradients import record_unsynchronized
+from impl.distributed.fsdp._engine.unsynchronized_steps import record_unsynchronized
 from impl.distributed.fsdp._params.autograd import outside_transforms, runs_backward
 from impl.distributed.fsdp._params.param_group import ParamGroup
 

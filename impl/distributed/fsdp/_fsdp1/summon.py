@@ -188,9 +188,9 @@ class _SummonedHandle:
         if self._summoned_aside is None:
             return
         self._handle.use_sharded_views()
-        shown = [cast("Tensor", self._summoned_aside[index]) for index in range(len(self._summoned_aside))]
+        tensors = [cast("Tensor", self._summoned_aside[index]) for index in range(len(self._summoned_aside))]
         self._summoned_aside = None
-        self._handle.registration.register_again(shown)
+        self._handle.registration.register_again(tensors)
 
     def end(self) -> None:
         # A failed backward inside has left its views in the modules, perhaps in a lower precision.
@@ -219,9 +219,8 @@ class _SummonedHandle:
                 parameter.grad = None
 
     def _registered(self) -> list[tuple[int, Tensor]]:
-        return [
-            (index, shown) for index, shown in self._handle.registration.registered() if shown is not None
-        ]
+        pairs = self._handle.registration.registered()
+        return [(index, tensor) for index, tensor in pairs if tensor is not None]
 
     def _gather_grads(self) -> Tensor | None:
         """Return the unsharded gradients [padded_numel], or None if no rank has any. Missing gradients are zeros."""
@@ -252,8 +251,8 @@ class _SummonedHandle:
         With `use_orig_params` a write counts for that parameter only.
         """
         handle = self._handle
-        for index, shown in self._registered():
-            view, local = self._views[index], local_of(shown.detach())
+        for index, tensor in self._registered():
+            view, local = self._views[index], local_of(tensor.detach())
             if local.data_ptr() != view.data_ptr():
                 view.copy_(local)
         before, self._versions = self._versions, self._versions_now()

@@ -223,21 +223,12 @@ class ModuleState:
             return
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
-        inner = [state_of(module) for module in self.outermost.modules() if module not in self.modules]
-        if any(state.settings.is_finalized_by_user for state in inner if state is not None):
-            raise RuntimeError(ONLY_ROOT_FINALIZES)
-        states: dict[ModuleState, str] = {}
         module_names = {module: name for name, module in self.outermost.named_modules()}
+        states: dict[ModuleState, str] = {}
         for module, name in module_names.items():
-            state = state_of(module)
-            if state is None or state in states:
-                continue
-            if state is not self and state.is_root is not None:
-                raise RuntimeError(
-                    f"FSDP state has already been lazily initialized for {name}\n"
-                    "FSDP requires running forward through the root module first"
-                )
-            states[state] = name
+            if (state := state_of(module)) is not None:
+                states.setdefault(state, name)
+        self._check_inner({state: name for state, name in states.items() if state is not self})
         names = {id(p): name for name, p in self.outermost.named_parameters()}
         for state, name in states.items():
             state.unit.name = name or state.unit.name
@@ -260,6 +251,17 @@ class ModuleState:
             self.comm.streams = root.streams
         root.use_streams(self.comm.streams)
         root.wait_for_earlier_gathers(earlier)
+
+    @staticmethod
+    def _check_inner(states: Mapping[ModuleState, str]) -> None:
+        if any(state.settings.is_finalized_by_user for state in states):
+            raise RuntimeError(ONLY_ROOT_FINALIZES)
+        for state, name in states.items():
+            if state.is_root is not None:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\n"
+                    "FSDP requires running forward through the root module first"
+                )
 
     def _check_groups(self) -> None:
         for group in self.param_groups:

@@ -420,8 +420,8 @@ class DTensorGroup:
     def _with_substitutes(self, expected: Sequence[Tensor]) -> list[Tensor]:
         """Return `expected`, with the user's tensor instead where a module still has a substitute."""
         tensors = list(expected)
-        for index, shown in self._registration.registered() if self._substitutes else ():
-            if (substitute := self._substitutes.get(index)) is not None and substitute.matches(shown):
+        for index, tensor in self._registration.registered() if self._substitutes else ():
+            if (substitute := self._substitutes.get(index)) is not None and substitute.matches(tensor):
                 tensors[index] = substitute.original
         # The originals are remembered, because an evaluation registers the group's tensors twice after its forward.
         self._substitutes = {

@@ -166,10 +166,10 @@ class PlainStates:
 
     def __init__(self, root: nn.Module, units: Sequence[Unit[FlatParamGroup]]) -> None:
         summoned = {
-            shown
+            tensor
             for unit in units
             for handle in unit.param_groups
-            for _, shown in handle.registration.registered()
+            for _, tensor in handle.registration.registered()
         }
         self._tensors: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
         self._extras: list[tuple[nn.Module, Any]] = []

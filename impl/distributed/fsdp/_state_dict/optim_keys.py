@@ -137,10 +137,10 @@ def _managed_by(
         return
     for parameter, name in zip(handle.parameters, named.names, strict=True):
         yield parameter, (parameter, (name,), named)
-    for index, shown in handle.registration.registered():
+    for index, tensor in handle.registration.registered():
         # A view, while the unit is unsharded.
-        if shown is not None:
-            yield shown, (handle.parameters[index], (named.names[index],), named)
+        if tensor is not None:
+            yield tensor, (handle.parameters[index], (named.names[index],), named)
 
 
 @dataclass(frozen=True)

@@ -202,11 +202,11 @@ class UnitLoading:
         if shape_of(value) != shape:
             return f"{who} {_describe_source(value)} but the parameter has the shape {tuple(shape)}"
         if self._comes_over_root_mesh():
-            root_mesh = root_mesh_of(self._wrapper._mesh)
-            if value.device_mesh == root_mesh:
+            own_mesh = root_mesh_of(self._wrapper._mesh)
+            if value.device_mesh == own_mesh:
                 return ""
             return (
-                f"{who} a DTensor over {value.device_mesh} but keeps one over {root_mesh}; load a state dict of another "
+                f"{who} a DTensor over {value.device_mesh} but keeps one over {own_mesh}; load a state dict of another "
                 "mesh by torch.distributed.checkpoint"
             )
         expected = chunk_of(slot, groups.shard_rank, groups.shard_size).shape
@@ -310,9 +310,9 @@ class UnitLoading:
         """Copy loaded values into the unsharded parameters inside `summon_full_params`, if this rank has them."""
         if not self._unit.summoned:
             return
-        shown = dict(handle.registration.registered())
+        registered = dict(handle.registration.registered())
         for index, values in loaded.items():
-            target = shown[index]
+            target = registered[index]
             assert target is not None
             local_of(target.detach()).copy_(_local_part(handle, index, values))
 
@@ -320,8 +320,8 @@ class UnitLoading:
 def _loaded_values(handle: FlatParamGroup) -> list[Any]:
     """Return the value to load for each parameter: that of its stand-in, or one that was assigned instead."""
     values: list[Any] = [None] * len(handle.layout.slots)
-    for index, shown in handle.registration.registered():
-        source = shown.source if isinstance(shown, StandIn) else shown
+    for index, tensor in handle.registration.registered():
+        source = tensor.source if isinstance(tensor, StandIn) else tensor
         if source is not None:
             values[index] = source
     return values
