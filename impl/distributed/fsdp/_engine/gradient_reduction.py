@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from impl.distributed.fsdp._comm.desync.monitor import WITHOUT
 from impl.distributed.fsdp._engine.interfaces import RootContext
 from impl.distributed.fsdp._engine.streams import StreamRole
 from impl.distributed.fsdp._engine.unit_params import UnitParams
-from impl.distributed.fsdp._params.param_group import ParamGroup
+from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded
 from impl.kernels import no_grad_fast, span
+
+
+def gradients_are_complete(
+    groups: Iterable[ParamGroup], in_graph: Sequence[Unsharded], inputs_are_complete: bool
+) -> bool:
+    """Return whether no node of the graph still reads the group's views.
+
+    Nodes that read trainable views lead to their gradients. Nodes that read frozen views run before those that compute
+    the gradients of inputs, unless an input is a leaf.
+
+    If unused parameters are reduced as zeros, all ranks decide by their inputs.
+    """
+    if inputs_are_complete and any(group.gradients.must_reduce_zeros() for group in groups):
+        return True
+    if any(unsharded.lacks_gradients() for unsharded in in_graph):
+        return False
+    return inputs_are_complete or not any(unsharded.has_frozen for unsharded in in_graph)
+
+
+def record_unreduced(groups: Iterable[ParamGroup], in_graph: Iterable[Unsharded], name: str) -> None:
+    """Record the unit's gradients that this rank only gets at the end of backward, while others may reduce now.
+
+    Collectives: none.
+    """
+    for group, unsharded in zip(groups, in_graph, strict=False):
+        pairs = zip(group.names, unsharded.views, strict=True)
+        missing = [param_name for param_name, view in pairs if view.requires_grad and view.grad is None]
+        if missing and group.syncs:
+            entry = f"left '{name}' for the end of backward{WITHOUT}{', '.join(missing)}"
+            group.reduction.note(entry, group.device)
 
 
 @no_grad_fast

@@ -111,10 +111,10 @@ class Memory:
                 shared.untyped_storage().resize_(0)
             return
         while len(self._being_reduced) >= _REDUCED_AT_ONCE:
-            _, event, owner = self._being_reduced.pop(0)
-            self.streams.wait_in(owner, event)
-        event, owner = self.streams.record(StreamRole.REDUCE), self.streams.current()
-        self._being_reduced.append((buffer, event, owner))
+            _, event, stream = self._being_reduced.pop(0)
+            self.streams.wait_in(stream, event)
+        event = self.streams.record(StreamRole.REDUCE)
+        self._being_reduced.append((buffer, event, self.streams.current()))
 
     @property
     def is_all_reducing(self) -> bool:
@@ -133,9 +133,9 @@ class Memory:
     def forget_reduced(self) -> None:
         """Release all buffers, because COMPUTE has waited for them. Other streams wait for their own buffers here."""
         current = self.streams.current()
-        for _, event, owner in self._being_reduced:
-            if owner != current:
-                self.streams.wait_in(owner, event)
+        for _, event, stream in self._being_reduced:
+            if stream != current:
+                self.streams.wait_in(stream, event)
         self._being_reduced.clear()
 
     def _free(self, unit: Unshardable) -> None:

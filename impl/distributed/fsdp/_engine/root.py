@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,13 +69,8 @@ class Root:
         # No backward is left open if this is None.
         self.awaited_end: IterationEnd | None = None
         groups = [group for unit in units for group in unit.param_groups]
-        self._order_checkers = list(
-            {
-                order_checker: None
-                for group in groups
-                for order_checker in group.process_groups.order_checkers.values()
-            }
-        )
+        order_checkers = (group.process_groups.order_checkers.values() for group in groups)
+        self._order_checkers = [*dict.fromkeys(chain.from_iterable(order_checkers))]
         self._offloads = any(group.offloads for group in groups)
         self._pins = any(group.pins for group in groups)
         for unit in units:

@@ -22,7 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._engine.gradient_reduction import reduce_gradients
+from impl.distributed.fsdp._engine.gradient_reduction import (
+    gradients_are_complete,
+    record_unreduced,
+    reduce_gradients,
+)
 from impl.distributed.fsdp._engine.graph_edges import (
     BackwardState,
     backward_entries,
@@ -41,7 +45,7 @@ from impl.distributed.fsdp._params.autograd import (
 )
 from impl.distributed.fsdp._params.config import UnitOptions
 from impl.distributed.fsdp._params.nested import Inputs, alias_leaves, cast_inputs
-from impl.distributed.fsdp._params.param_group import ParamGroup, gradients_are_complete, record_unreduced
+from impl.distributed.fsdp._params.param_group import ParamGroup
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.kernels import no_grad_fast, span
 

@@ -10,13 +10,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from impl.distributed.fsdp._comm.collectives import all_gather_into, all_gather_rows
+from impl.distributed.fsdp._comm.desync.monitor import GATHERED, GATHERED_AGAIN
 from impl.distributed.fsdp._engine.interfaces import IterationEnd, RootContext, SummonedParams
 from impl.distributed.fsdp._engine.optimizer_checks import note_sharding
 from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._engine.streams import StreamRole
+from impl.distributed.fsdp._params.autograd import outside_transforms
 from impl.distributed.fsdp._params.config import UnitOptions
-from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gather, sharding_groups
-from impl.kernels import span
+from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, sharding_groups
+from impl.kernels import no_grad_fast, span
 from impl.optim._held_gradients import GradientReceiver, HeldGradients, register_holder
 from impl.optim._shards import register_sharding
 
@@ -140,7 +143,7 @@ class UnitParams(Generic[Group_co]):
         reads_casts = root.is_in_backward or torch.is_grad_enabled()
         with span("FSDP::all_gather", self.name, root.streams.on(StreamRole.GATHER)):
             for group, dtype in zip(self.param_groups, dtypes, strict=True):
-                gather(group, dtype, self.name, is_kept=is_kept, reads_casts=reads_casts)
+                gather_group(group, dtype, self.name, is_kept=is_kept, reads_casts=reads_casts)
         event = root.streams.record(StreamRole.GATHER)
         is_kept_by_user = gathered is not None and gathered.is_kept_by_user
         self._gathered = GatherState(dtypes, event, is_kept_by_user=is_kept_by_user)
@@ -340,6 +343,35 @@ class UnitParams(Generic[Group_co]):
     def record_cast_shards(self, params: Collection[int]) -> None:
         for group in self.param_groups:
             group.record_cast_shards(params)
+
+
+@outside_transforms
+@no_grad_fast
+def gather_group(
+    group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False, reads_casts: bool = False
+) -> None:
+    """Unshard a group of the unit `name`. Gather it again if it `is_kept` unsharded and its shards were written to.
+
+    Args:
+        reads_casts: as for `ParamGroup.begin_gather`.
+    Collectives: one all-gather over the ranks that the group is sharded over, or the all-reduces that pace
+        `SameHostPeers`; none if it is not sharded.
+    """
+    request = group.begin_gather(dtype, reads_casts=reads_casts)
+    if request is None:
+        return
+    entry = group.reduction.entry(GATHERED_AGAIN if is_kept else GATHERED, name)
+    try:
+        if request.rows:
+            all_gather_rows(request.rows, group.process_groups, request.over, entry)
+        else:
+            all_gather_into(request.output, request.shard, group.process_groups, request.over, entry)
+    except RuntimeError as error:
+        if is_kept and request.written:
+            names = ", ".join(group.names[index] for index in request.written)
+            error.add_note(f"This rank gathers {name} again because {names} of it was written to.")
+        raise
+    group.end_gather(request)
 
 
 def _no_partial_sums() -> NotImplementedError:

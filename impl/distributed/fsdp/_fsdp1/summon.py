@@ -16,10 +16,10 @@ from impl.distributed.fsdp._comm.desync.collective_order import allow_saving
 from impl.distributed.fsdp._engine.phase import Move, next_phase
 from impl.distributed.fsdp._engine.streams import StreamRole
 from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._engine.unit_params import gather_group
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
 from impl.distributed.fsdp._layout.unreduced_grads import set_grad
-from impl.distributed.fsdp._params.param_group import gather
 from impl.distributed.fsdp._params.param_registration import keeping_order
 from impl.distributed.fsdp._params.tensor_parallel import local_of
 
@@ -135,7 +135,7 @@ class _SummonedHandle:
         unsharded = handle.unsharded(handle.dtype)
         streams = unit.root.streams
         with streams.on(StreamRole.GATHER):
-            gather(handle, handle.dtype, unit.name)
+            gather_group(handle, handle.dtype, unit.name)
         streams.wait_stream(StreamRole.COMPUTE, StreamRole.GATHER)
         grads = self._gather_grads() if self._options.with_grads else None
         if not has_full_params:

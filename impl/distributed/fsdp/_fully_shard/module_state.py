@@ -123,10 +123,6 @@ class ModuleState:
         return self.own_root is not None if self._state_refs else None
 
     @property
-    def outermost(self) -> nn.Module:
-        return self.modules[0]
-
-    @property
     def _states(self) -> list[ModuleState]:
         """States of the model, the root's first. A part of it that the user keeps does not keep the rest alive."""
         return [state for ref in self._state_refs if (state := ref()) is not None]
@@ -223,13 +219,14 @@ class ModuleState:
             return
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
-        module_names = {module: name for name, module in self.outermost.named_modules()}
+        (outermost,) = self.modules
+        module_names = {module: name for name, module in outermost.named_modules()}
         states: dict[ModuleState, str] = {}
         for module, name in module_names.items():
             if (state := state_of(module)) is not None:
                 states.setdefault(state, name)
         self._check_inner({state: name for state, name in states.items() if state is not self})
-        names = {id(p): name for name, p in self.outermost.named_parameters()}
+        names = {id(p): name for name, p in outermost.named_parameters()}
         for state, name in states.items():
             state.unit.name = name or state.unit.name
             for group in state.param_groups:

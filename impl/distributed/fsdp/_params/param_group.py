@@ -7,7 +7,7 @@ shard in a collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,13 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl._names import describe_names
-from impl.distributed.fsdp._comm.collectives import Reduction, all_gather_into, all_gather_rows
-from impl.distributed.fsdp._comm.desync.monitor import GATHERED, GATHERED_AGAIN, WITHOUT
+from impl.distributed.fsdp._comm.collectives import Reduction
 from impl.distributed.fsdp._comm.groups import Groups
-from impl.distributed.fsdp._params.autograd import outside_transforms
 from impl.distributed.fsdp._params.param_registration import ParamInfo
 from impl.distributed.fsdp._params.policies import ParamPrecision
-from impl.kernels import no_grad_fast
 from impl.optim._held_gradients import HeldGradients
 
 ViewsOf = Callable[[Tensor], list[Tensor]]
@@ -289,62 +286,3 @@ def describe_dtypes(group: ParamGroup) -> list[str]:
     if group.reduce_dtype is not group.compute_dtype:
         parts.append(f"reduce_dtype={group.reduce_dtype}")
     return parts
-
-
-@outside_transforms
-@no_grad_fast
-def gather(
-    group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False, reads_casts: bool = False
-) -> None:
-    """Unshard a group of the unit `name`. Gather it again if it `is_kept` unsharded and its shards were written to.
-
-    Args:
-        reads_casts: as for `ParamGroup.begin_gather`.
-    Collectives: one all-gather over the ranks that the group is sharded over, or the all-reduces that pace
-        `SameHostPeers`; none if it is not sharded.
-    """
-    request = group.begin_gather(dtype, reads_casts=reads_casts)
-    if request is None:
-        return
-    entry = group.reduction.entry(GATHERED_AGAIN if is_kept else GATHERED, name)
-    try:
-        if request.rows:
-            all_gather_rows(request.rows, group.process_groups, request.over, entry)
-        else:
-            all_gather_into(request.output, request.shard, group.process_groups, request.over, entry)
-    except RuntimeError as error:
-        if is_kept and request.written:
-            names = ", ".join(group.names[index] for index in request.written)
-            error.add_note(f"This rank gathers {name} again because {names} of it was written to.")
-        raise
-    group.end_gather(request)
-
-
-def gradients_are_complete(
-    groups: Iterable[ParamGroup], in_graph: Sequence[Unsharded], inputs_are_complete: bool
-) -> bool:
-    """Return whether no node of the graph still reads the group's views.
-
-    Nodes that read trainable views lead to their gradients. Nodes that read frozen views run before those that compute
-    the gradients of inputs, unless an input is a leaf.
-
-    If unused parameters are reduced as zeros, all ranks decide by their inputs.
-    """
-    if inputs_are_complete and any(group.gradients.must_reduce_zeros() for group in groups):
-        return True
-    if any(unsharded.lacks_gradients() for unsharded in in_graph):
-        return False
-    return inputs_are_complete or not any(unsharded.has_frozen for unsharded in in_graph)
-
-
-def record_unreduced(groups: Iterable[ParamGroup], in_graph: Iterable[Unsharded], name: str) -> None:
-    """Record the unit's gradients that this rank only gets at the end of backward, while others may reduce now.
-
-    Collectives: none.
-    """
-    for group, unsharded in zip(groups, in_graph, strict=False):
-        pairs = zip(group.names, unsharded.views, strict=True)
-        missing = [param_name for param_name, view in pairs if view.requires_grad and view.grad is None]
-        if missing and group.syncs:
-            entry = f"left '{name}' for the end of backward{WITHOUT}{', '.join(missing)}"
-            group.reduction.note(entry, group.device)

@@ -21,8 +21,8 @@ from conformance.ranks import Rank, RankPool
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from impl.distributed.fsdp._comm.desync.foreign_collective import foreign_collective
 from impl.distributed.fsdp._engine.phase import Phase
+from impl.distributed.fsdp._engine.unit_params import gather_group
 from impl.distributed.fsdp._fsdp1 import summon
-from impl.distributed.fsdp._params.param_group import gather
 from impl.distributed.fsdp.tests.small_model import loss_of_batch, model_of
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_forward_after_failed_summon_matches_fresh_model(
     def fail_for_double(handle: Any, dtype: torch.dtype, name: str) -> None:
         if dtype is torch.float64:
             raise torch.OutOfMemoryError("no memory for the second flat parameter")
-        gather(handle, dtype, name)
+        gather_group(handle, dtype, name)
 
     x = torch.ones(2, 3)
     with world_of(1):
@@ -79,7 +79,7 @@ def test_forward_after_failed_summon_matches_fresh_model(
         model = two_dtypes()
         names = [name for name, _ in model.named_parameters()]
         with monkeypatch.context() as patch:
-            patch.setattr(summon, "gather", fail_for_double)
+            patch.setattr(summon, "gather_group", fail_for_double)
             with (
                 pytest.raises(torch.OutOfMemoryError),
                 FullyShardedDataParallel.summon_full_params(model),
