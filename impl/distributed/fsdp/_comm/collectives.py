@@ -112,8 +112,8 @@ class Reduction:
         self._unrecorded = {GATHERED, REDUCED}
         self.missing_suffix = ""  # names of parameters without gradients here
         self.numels: Mapping[Hashable, int] = {}  # elements of each parameter in the next shard, in order
-        self.defers_all_reduce = False  # `partial` accumulates scattered shards instead
-        self.partial: PartialSum | None = None
+        self.defers_all_reduce = False  # `partial_sum` accumulates scattered shards instead
+        self.partial_sum: PartialSum | None = None
         # FullyShardedDataParallel.register_comm_hook: replaces the reduce-scatter and the all-reduce.
         self.comm_hook: _Hook | None = None
         self.comm_hook_state: Any = None
@@ -203,7 +203,7 @@ class Reduction:
             output = self._reduce_scatter(buffer, group, entry, op)
             divisor /= group.size() if averages else 1
         if groups.replicate is not None:
-            earlier, self.partial = self.partial, None
+            earlier, self.partial_sum = self.partial_sum, None
             if earlier is not None:
                 # The earlier sum stays unchanged, because it is restored if the backward raises.
                 total = earlier.in_layout(self.numels)
@@ -211,7 +211,7 @@ class Reduction:
                 output = output.add_(total) if total.dtype is output.dtype else total + output
             if self.defers_all_reduce:
                 # The buffer is reused once this reduction has ended (`Memory.keep_until_reduced`).
-                self.partial = PartialSum(output.clone() if output is buffer else output, self.numels)
+                self.partial_sum = PartialSum(output.clone() if output is buffer else output, self.numels)
                 return None
         return Scattered(output, entry, divisor)
 

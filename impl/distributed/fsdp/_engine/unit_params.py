@@ -282,7 +282,7 @@ class UnitParams(Generic[Group_co]):
 
     def begin_microbatch(self) -> HeldGradients:
         for group in self.param_groups:
-            if group.reduction.partial is not None or (group.syncs and group.reduction.defers_all_reduce):
+            if group.reduction.partial_sum is not None or (group.syncs and group.reduction.defers_all_reduce):
                 raise _no_partial_sums()
         if self.root_or_none is not None and self.root_or_none.awaited_end is IterationEnd.USER:
             raise NotImplementedError(
@@ -298,7 +298,7 @@ class UnitParams(Generic[Group_co]):
     def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
         self.contributes_zeros = False
         self._settle_gradients()
-        if any(group.reduction.partial is not None for group in self.param_groups):
+        if any(group.reduction.partial_sum is not None for group in self.param_groups):
             raise _no_partial_sums()
         results = [group.gradients.end_microbatch() for group in self.param_groups]
         earlier: list[Hashable] = [(number, key) for number, (_, keys) in enumerate(results) for key in keys]
@@ -312,7 +312,7 @@ class UnitParams(Generic[Group_co]):
         for number, key in keys:
             by_group[number][key] = tensors[number, key]
         for group, group_tensors in zip(self.param_groups, by_group, strict=True):
-            group.reduction.partial = None
+            group.reduction.partial_sum = None
             group.gradients.put(group_tensors)
         self.awaits_reduction |= any(group.gradients.unsynchronized() for group in self.param_groups)
 

@@ -65,7 +65,7 @@ def _check_replicas(root: Root) -> None:
         if group.process_groups.replicate is not None
     ]
     for name, _, group in pairs:
-        if group.reduction.partial is not None:
+        if group.reduction.partial_sum is not None:
             raise RuntimeError(
                 "FSDP manual backward finalization does not support partial gradient reductions for parameter group "
                 f"{name!r}. Use automatic backward finalization for this configuration"

@@ -21,7 +21,7 @@ from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._params.autograd import call_hook
-from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
+from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, incomplete_gradients
 from impl.kernels import copy_to_host_async, keep_for_current_stream
 from impl.optim._held_gradients import HeldGradient, HeldGradients
 
@@ -60,7 +60,7 @@ class DTensorGradients:
         # Gradients of all parameters, moved here from the unsharded parameters.
         self._unreduced: list[Tensor | None] = []
         # Whether they include some gradients of a failed backward.
-        self._is_partial = False
+        self._is_incomplete = False
         # Reduced gradients of this backward, not in `.grad` yet.
         self._reduced: list[tuple[list[ShardedParam], Tensor]] = []
         self._were_reduced = False  # reset at the end of each backward
@@ -83,12 +83,14 @@ class DTensorGradients:
     def _must_reduce_partial(self) -> bool:
         """Return whether this backward reduces over replicas, but has not yet done so with earlier partial sums."""
         reduction = self._group.reduction
-        return reduction.partial is not None and not reduction.defers_all_reduce and not self._were_reduced
+        return (
+            reduction.partial_sum is not None and not reduction.defers_all_reduce and not self._were_reduced
+        )
 
     def _check_complete(self) -> None:
-        if self._is_partial:
+        if self._is_incomplete:
             names = [param.name for param in self._group.params]
-            raise partial_gradients(names, "drop them by reset_iter_state() of the root")
+            raise incomplete_gradients(names, "drop them by reset_iter_state() of the root")
 
     def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
         group, unsharded = self._group, self._group.unsharded_params
@@ -97,7 +99,7 @@ class DTensorGradients:
         waits = [view.grad is not None for view in unsharded.views]
         for index, grad in enumerate(self._unreduced):
             waits[index] |= grad is not None
-        if group.reduction.partial is not None:
+        if group.reduction.partial_sum is not None:
             waits = [param.sharded.requires_grad for param in group.params]
         return [
             (param.name, param.sharded) for param, is_so in zip(group.params, waits, strict=True) if is_so
@@ -136,12 +138,12 @@ class DTensorGradients:
         unsharded = self._group.unsharded_params
         if unsharded is not None:
             unsharded.take_gradients()
-        self._group.reduction.partial = None
+        self._group.reduction.partial_sum = None
         for param in self._group.params if _RESET_CLEARS_GRAD else ():
             param.sharded.grad = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        self.journal.record(self._mark_partial if self._unreduced else self._forget_unreduced)
+        self.journal.record(self._mark_incomplete if self._unreduced else self._forget_unreduced)
         self._unreduced = self._added_to_unreduced(grads)
 
     def _added_to_unreduced(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -165,7 +167,7 @@ class DTensorGradients:
             grads = self._added_to_unreduced(grads)
             self.journal.record(partial(self._restore_unreduced, self._unreduced))
             self._unreduced = []
-        self.journal.record(partial(self._restore_sums, group.reduction.partial))
+        self.journal.record(partial(self._restore_sums, group.reduction.partial_sum))
         if group.options.reduces_unused:
             self._check_dtypes_of_zeros(unsharded.grad_dtypes)
         grads = self._with_zeros(grads, unsharded.grad_dtypes)
@@ -252,7 +254,7 @@ class DTensorGradients:
 
         Those are parameters with a partial sum, and with `reduces_unused` all trained ones.
         """
-        group, sums = self._group, self._group.reduction.partial
+        group, sums = self._group, self._group.reduction.partial_sum
         summed = () if sums is None else sums.numels
         if not group.options.reduces_unused and not summed:
             return grads
@@ -269,7 +271,7 @@ class DTensorGradients:
     ) -> torch.dtype:
         pairs = zip(grads, grad_dtypes, strict=True)
         dtypes = {grad_dtype or grad.dtype for grad, grad_dtype in pairs if grad is not None}
-        sums = self._group.reduction.partial
+        sums = self._group.reduction.partial_sum
         return promoted(dtypes if sums is None else dtypes | {sums.values.dtype})
 
     def _record_reduced(self, params: list[ShardedParam]) -> None:
@@ -339,16 +341,16 @@ class DTensorGradients:
 
     def _forget_unreduced(self) -> None:
         self._unreduced = []
-        self._is_partial = False
+        self._is_incomplete = False
 
     def _restore_unreduced(self, unreduced: list[Tensor | None]) -> None:
         self._unreduced = unreduced
 
     def _restore_sums(self, sums: PartialSum | None) -> None:
-        self._group.reduction.partial = sums
+        self._group.reduction.partial_sum = sums
 
-    def _mark_partial(self) -> None:
-        self._is_partial = bool(self._unreduced)
+    def _mark_incomplete(self) -> None:
+        self._is_incomplete = bool(self._unreduced)
 
     def _publish_unreduced(self) -> None:
         """Publish unreduced gradients on the unsharded parameters, where torch keeps them unless the dtype differs."""

@@ -26,7 +26,7 @@ from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.reduced_grads import ReducedGrads
 from impl.distributed.fsdp._layout.unreduced_grads import UnreducedGrads, add_grads, is_cleared, set_grad
 from impl.distributed.fsdp._params.managed import IN_BACKWARD_OPTIMIZERS
-from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
+from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, incomplete_gradients
 from impl.kernels import copy_to_host_async, keep_for_current_stream
 from impl.optim._held_gradients import HeldGradient, HeldGradients
 
@@ -123,10 +123,10 @@ class GradientShard:
         if is_cleared(self._handle, new):
             self._averaged = self._unreduced = None
         else:
-            if unreduced.is_partial and unreduced.total.any():
+            if unreduced.is_incomplete and unreduced.total.any():
                 names = [slot.name for slot in self._handle.layout.slots]
-                raise partial_gradients(names, "set them to None by zero_grad()")
-            unreduced.is_partial = False  # the user has zeroed them
+                raise incomplete_gradients(names, "set them to None by zero_grad()")
+            unreduced.is_incomplete = False  # the user has zeroed them
             for index, grad in unreduced.follow_user(new):
                 self._set_averaged(index, grad)
 
@@ -141,7 +141,7 @@ class GradientShard:
             self._unreduced = unreduced = UnreducedGrads(handle, total)
             copy_grads(handle.layout, grads, unreduced.views, total)
         else:
-            self.journal.record(self._mark_partial)
+            self.journal.record(self._mark_incomplete)
             unreduced.add(grads)
 
     def reduce_input(
@@ -403,9 +403,9 @@ class GradientShard:
             if not is_cleared:
                 set_grad(parameter, views[index].detach())
 
-    def _mark_partial(self) -> None:
+    def _mark_incomplete(self) -> None:
         if self._unreduced is not None:
-            self._unreduced.is_partial = True
+            self._unreduced.is_incomplete = True
 
 
 def _sum(earlier: Tensor | None, new: Tensor | None) -> Tensor | None:

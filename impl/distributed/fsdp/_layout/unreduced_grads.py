@@ -31,7 +31,7 @@ class UnreducedGrads:
     def __init__(self, handle: FlatParamHandle, total: Tensor) -> None:
         self.total = total
         self.views = handle.views_of(total)  # gradients of the unsharded parameters
-        self.is_partial = False  # includes some gradients of a failed backward
+        self.is_incomplete = False  # includes some gradients of a failed backward
         self.was_published = False  # gradients may have been added since
         self._handle = handle
         self._published: list[_Published] = []

@@ -92,7 +92,7 @@ class BackwardJournal:
         self._undos.clear()
 
     def restore(self) -> None:
-        """Undo the changes, the last one first. Gradients of earlier backwards are as before, or marked as partial."""
+        """Undo the changes, the last one first. Earlier gradients are as before, or marked as incomplete."""
         while self._undos:
             self._undos.pop()()
 
@@ -268,7 +268,7 @@ def sharding_groups(group: ParamGroup) -> list[tuple[dist.ProcessGroup, ...]]:
     return [(*shard, *(info.parallel.sharding_groups if info.parallel else ())) for info in group.param_infos]
 
 
-def partial_gradients(names: Sequence[str], cure: str) -> RuntimeError:
+def incomplete_gradients(names: Sequence[str], cure: str) -> RuntimeError:
     """Return the error for accumulated gradients that include only some gradients of a failed backward."""
     return RuntimeError(
         "a backward without synchronisation raised after it had added some of its gradients to those of earlier "

@@ -119,7 +119,7 @@ def test_no_sync_of_the_modules_own_class_is_kept() -> None:
     assert fully_shard(Own(2, 2)).no_sync() == "own"
 
 
-def test_partial_gradients_that_were_zeroed_are_complete_again() -> None:
+def test_incomplete_gradients_that_were_zeroed_are_complete_again() -> None:
     options = {"use_orig_params": True, "device_id": torch.device("cpu")}
     layers = _TwoLayers()
     layers.outer = FullyShardedDataParallel(layers.outer, **options)
