@@ -519,7 +519,7 @@ class FSDPModule(_BaseForTypeCheckers):
         try:
             return call_impl(*args, **kwargs)
         except BaseException as error:
-            self._get_fsdp_state().abandon_forward()
+            self._get_fsdp_state().unit.abandon_forward()
             add_cure(self, error)
             raise
 
@@ -592,7 +592,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         try:
             output = original(*args, **kwargs)
         except BaseException:
-            state.abandon_forward()
+            state.unit.abandon_forward()
             raise
         return state.after_forward(self, args, output)
 

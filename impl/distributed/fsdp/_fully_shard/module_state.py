@@ -92,13 +92,6 @@ class ModuleState:
         """Return this state. A copy of a plain module inside a unit has the hooks of the module, which refer to it."""
         return self
 
-    def _hook_state_dicts(self, modules: Iterable[nn.Module]) -> None:
-        """Register hooks so that modules with the unit's parameters have the shards when they are saved or loaded."""
-        for module in modules:
-            module.register_state_dict_pre_hook(self._before_save)
-            module.register_load_state_dict_pre_hook(self._before_load)
-            module.register_load_state_dict_post_hook(self._after_load)
-
     def share_with(
         self, param: ShardedParam, locations: tuple[ParamLocation, ...], sharer: ModuleState
     ) -> None:
@@ -131,74 +124,6 @@ class ModuleState:
     def param_groups(self) -> Sequence[DTensorGroup]:
         return self.unit.param_groups
 
-    def _before_save(self, *_: object, **__: object) -> None:
-        self.reshard()
-        for group in self.param_groups:
-            # The state dict has other local tensors of the same memory, whose versions do not count for the shards.
-            group.shard_casts.forget()
-
-    def _before_load(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        _strict: bool,
-        _missing_keys: list[str],
-        _unexpected_keys: list[str],
-        errors: list[str],
-    ) -> None:
-        if any(group.uses_unsharded_views for group in self.param_groups):
-            self._errors_of_unsharded = errors
-        self.reshard()
-        self._loads[module] = prefix, errors
-        assigned = metadata.get("assign_to_params_buffers", False)
-        for group in self.param_groups:
-            group.masters.record_load(module, state_dict, prefix, assigned=assigned)
-
-    def _after_load(self, module: nn.Module, _: object) -> None:
-        """Name the unsharded tensors that a load has assigned, and the cure. Keep the sharded parameters."""
-        # A module whose own `_load_from_state_dict` does not call torch's has run no hook before.
-        prefix, errors = self._loads.pop(module, ("", []))
-        attributes = [name for group in self.param_groups for name in group.restore_sharded(module)]
-        if attributes:
-            names = describe_names([prefix + attribute for attribute in attributes])
-            errors.append(f"{names}: sharded in the model, but unsharded in the state dict to assign.")
-        is_named = any(text.startswith(_LOAD_UNSHARDED) for text in errors)
-        if not is_named and (attributes or any(MIXED_TENSORS in text for text in errors)):
-            was_unsharded = errors is self._errors_of_unsharded
-            errors.insert(0, _LOAD_UNSHARDED + (_WAS_UNSHARDED if was_unsharded else ""))
-
-    def reshard(self) -> None:
-        """Register the shards in the modules. Keep gathered parameters that were not used yet."""
-        unit = self.unit
-        if unit.is_unsharded:
-            if any(group.uses_unsharded_views for group in self.param_groups):
-                unit.reshard()
-            else:
-                unit.wait_for_gather()
-            unit.root.wait_for_pinned_reads()
-        for group in self.param_groups:
-            group.discard_post_forward_shards()
-
-    def reshard_on_request(self) -> None:
-        """Reshard this unit and every idle unit whose parameters it shares."""
-        for state in (self, *self.param_owners):
-            if state is self or (state.unit.phase is Phase.IDLE and not state.unit.is_used_by_sharers()):
-                state.reshard()
-
-    def gather_on_request(self) -> None:
-        """All-gather this unit and the units whose parameters it shares."""
-        for state in (self, *self.param_owners):
-            state.ensure_root()
-            state.unit.gather_on_request()
-
-    def register_unsharded(self) -> None:
-        """Register the parameters that the user requested to gather."""
-        if self.unit.is_unsharded:
-            self.unit.unshard()
-            self.unit.root.wait_for_pinned_reads()
-
     # Root
 
     def ensure_root(self) -> None:
@@ -217,7 +142,7 @@ class ModuleState:
         """
         if self.is_root is not None:
             return
-        if len(self.modules) > 1:
+        if len(self.modules) != 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         (outermost,) = self.modules
         module_names = {module: name for name, module in outermost.named_modules()}
@@ -268,7 +193,7 @@ class ModuleState:
             group.check_dtypes()
         self.unit.register_params()
 
-    # Hooks
+    # Forward
 
     @dynamo_disable
     def before_forward(
@@ -313,10 +238,6 @@ class ModuleState:
                     output = state._cast_outputs(state._end_forward(output))
         return self._cast_outputs(output)
 
-    def abandon_forward(self) -> None:
-        """Undo a forward that raised, as if it had not been called."""
-        self.unit.abandon_forward()
-
     def _end_forward(self, output: object) -> Any:
         if torch.is_grad_enabled() and self.unit.phase not in BACKWARDS:
             self._warn_of_views(output)
@@ -342,7 +263,84 @@ class ModuleState:
         dtype = self.policy.output_dtype
         return output if dtype is None else cast_floats(output, dtype)
 
+    # State dicts
+
+    def _hook_state_dicts(self, modules: Iterable[nn.Module]) -> None:
+        """Register hooks so that modules with the unit's parameters have the shards when they are saved or loaded."""
+        for module in modules:
+            module.register_state_dict_pre_hook(self._before_save)
+            module.register_load_state_dict_pre_hook(self._before_load)
+            module.register_load_state_dict_post_hook(self._after_load)
+
+    def _before_save(self, *_: object, **__: object) -> None:
+        self.reshard()
+        for group in self.param_groups:
+            # The state dict has other local tensors of the same memory, whose versions do not count for the shards.
+            group.shard_casts.forget()
+
+    def _before_load(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        _strict: bool,
+        _missing_keys: list[str],
+        _unexpected_keys: list[str],
+        errors: list[str],
+    ) -> None:
+        if any(group.uses_unsharded_views for group in self.param_groups):
+            self._errors_of_unsharded = errors
+        self.reshard()
+        self._loads[module] = prefix, errors
+        assigned = metadata.get("assign_to_params_buffers", False)
+        for group in self.param_groups:
+            group.masters.record_load(module, state_dict, prefix, assigned=assigned)
+
+    def _after_load(self, module: nn.Module, _: object) -> None:
+        """Name the unsharded tensors that a load has assigned, and the cure. Keep the sharded parameters."""
+        # A module whose own `_load_from_state_dict` does not call torch's has run no hook before.
+        prefix, errors = self._loads.pop(module, ("", []))
+        attributes = [name for group in self.param_groups for name in group.restore_sharded(module)]
+        if attributes:
+            names = describe_names([prefix + attribute for attribute in attributes])
+            errors.append(f"{names}: sharded in the model, but unsharded in the state dict to assign.")
+        is_named = any(text.startswith(_LOAD_UNSHARDED) for text in errors)
+        if not is_named and (attributes or any(MIXED_TENSORS in text for text in errors)):
+            was_unsharded = errors is self._errors_of_unsharded
+            errors.insert(0, _LOAD_UNSHARDED + (_WAS_UNSHARDED if was_unsharded else ""))
+
     # Calls of the user
+
+    def reshard(self) -> None:
+        """Register the shards in the modules. Keep gathered parameters that were not used yet."""
+        unit = self.unit
+        if unit.is_unsharded:
+            if any(group.uses_unsharded_views for group in self.param_groups):
+                unit.reshard()
+            else:
+                unit.wait_for_gather()
+            unit.root.wait_for_pinned_reads()
+        for group in self.param_groups:
+            group.discard_post_forward_shards()
+
+    def reshard_on_request(self) -> None:
+        """Reshard this unit and every idle unit whose parameters it shares."""
+        for state in (self, *self.param_owners):
+            if state is self or (state.unit.phase is Phase.IDLE and not state.unit.is_used_by_sharers()):
+                state.reshard()
+
+    def gather_on_request(self) -> None:
+        """All-gather this unit and the units whose parameters it shares."""
+        for state in (self, *self.param_owners):
+            state.ensure_root()
+            state.unit.gather_on_request()
+
+    def register_unsharded(self) -> None:
+        """Register the parameters that the user requested to gather."""
+        if self.unit.is_unsharded:
+            self.unit.unshard()
+            self.unit.root.wait_for_pinned_reads()
 
     def reset(self) -> None:
         """End a failed step and drop its gradients.

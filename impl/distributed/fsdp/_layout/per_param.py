@@ -276,10 +276,8 @@ class DTensorGroup:
 
     def unsharded(self, dtype: torch.dtype) -> UnshardedParams:
         del dtype
-        param_dtype, dtypes = (
-            self.options.precision.param_dtype,
-            [param.sharded.dtype for param in self.params],
-        )
+        param_dtype = self.options.precision.param_dtype
+        dtypes = [param.sharded.dtype for param in self.params]
         if param_dtype is not None:  # integers keep their own dtype
             dtypes = [param_dtype if own.is_floating_point else own for own in dtypes]
         unsharded = self.unsharded_params

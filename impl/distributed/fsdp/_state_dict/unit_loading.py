@@ -195,10 +195,8 @@ class UnitLoading:
         return problems
 
     def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, shape: torch.Size) -> str:
-        groups, who = (
-            self._wrapper._groups,
-            f"rank {self._wrapper.rank} of {self._wrapper.world_size} got",
-        )
+        groups = self._wrapper._groups
+        who = f"rank {self._wrapper.rank} of {self._wrapper.world_size} got"
         if shape_of(value) != shape:
             return f"{who} {_describe_source(value)} but the parameter has the shape {tuple(shape)}"
         if self._comes_over_root_mesh():
