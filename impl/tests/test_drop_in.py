@@ -86,7 +86,9 @@ NEW = {
     "distributed.fsdp.DataParallelMeshDims": "2.12.dev0",
     "distributed.fsdp.GradientReductionHandle": "2.15.dev0",
 }
-SPELLINGS = [path for path in SPELLINGS if torch.__version__ >= NEW.get(path.removeprefix("torch."), "2.11")]
+SPELLINGS = [
+    path for path in SPELLINGS if torch.__version__ >= NEW.get(path.removeprefix("torch."), "2.11.dev0")
+]
 
 
 def found(path: str) -> object:
@@ -127,7 +129,7 @@ def put_back() -> Iterator[None]:
 
 def test_each_name_of_the_table_is_in_both_libraries() -> None:
     for name in drop_in._NAMES:
-        assert (drop_in._find("torch", name) is None) == (torch.__version__ < NEW.get(name, "2.11"))
+        assert (drop_in._find("torch", name) is None) == (torch.__version__ < NEW.get(name, "2.11.dev0"))
         assert drop_in._find("impl", name) is not None
 
 

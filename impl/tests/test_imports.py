@@ -131,4 +131,4 @@ def test_versions_of_torch_are_compared_with_their_first_development_build() -> 
     text = "\n".join(file.read_text() for file in (ROOT / "impl").rglob("*.py"))
     compared = re.findall(r"torch\.__version__ [<>=]+ (\S+\d\S*)", text)
     assert compared
-    assert all(version.strip('":').endswith(".dev0") for version in compared), compared
+    assert all(version.strip('":,').endswith(".dev0") for version in compared), compared
