@@ -1,4 +1,4 @@
-"""fully_shard on an accelerator: work on streams of the user, and work of the user on streams of fully_shard."""
+"""Sharded models on an accelerator: work on streams of the user, and work of the user on the models' streams."""
 
 from __future__ import annotations
 
@@ -424,46 +424,43 @@ def test_streams_of_user_keep_results(plain_twins: PlainTwins, device: str, prog
     plain_twins.deviate_to_unsharded(program, may_agree=True)
 
 
+@pytest.fixture
+def simulated_twins(plain_twins: PlainTwins, device: str) -> PlainTwins:
+    """Return libraries on the simulated device, where `run_on_ranks` asserts that waits order accesses to memory."""
+    if device != simulator.NAME:
+        unavailable("the simulated device")
+    return plain_twins
+
+
 @clause("distributed.fsdp.fully_shard.ordered")
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("program", ORDERED, ids=lambda program: program.__name__)
-def test_waits_order_accesses_to_memory(plain_twins: PlainTwins, device: str, program: Any) -> None:
-    """Run the program. `run_on_ranks` asserts this of every program on the simulated device."""
-    if device != simulator.NAME:
-        unavailable("the simulated device")
-    plain_twins.values(program)
+def test_waits_order_accesses_to_memory(simulated_twins: PlainTwins, program: Any) -> None:
+    simulated_twins.values(program)
 
 
 @clause("distributed.fsdp.fully_shard.ordered")
 @pytest.mark.world_sizes(fewest=4)
 @pytest.mark.parametrize("program", ORDERED_ON_FOUR_RANKS, ids=lambda program: program.__name__)
-def test_waits_order_accesses_to_memory_on_mesh(plain_twins: PlainTwins, device: str, program: Any) -> None:
-    if device != simulator.NAME:
-        unavailable("the simulated device")
-    plain_twins.values(program)
+def test_waits_order_accesses_to_memory_on_mesh(simulated_twins: PlainTwins, program: Any) -> None:
+    simulated_twins.values(program)
 
 
 @clause("distributed.fsdp.fully_shard.finalization")
 @pytest.mark.world_sizes(fewest=2)
-def test_waits_order_finalizations_of_user(plain_twins: PlainTwins, device: str) -> None:
-    if device != simulator.NAME:
-        unavailable("the simulated device")
-    plain_twins.values(finalizations_of_user)
+def test_waits_order_finalizations_of_user(simulated_twins: PlainTwins) -> None:
+    simulated_twins.values(finalizations_of_user)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
 @pytest.mark.world_sizes(fewest=2)
-def test_waits_order_microbatches(plain_twins: PlainTwins, device: str) -> None:
-    if device != simulator.NAME:
-        unavailable("the simulated device")
-    plain_twins.values(microbatches_before_last_backward)
+def test_waits_order_microbatches(simulated_twins: PlainTwins) -> None:
+    simulated_twins.values(microbatches_before_last_backward)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
-def test_waits_order_microbatches_of_unsharded_parameter(plain_twins: PlainTwins, device: str) -> None:
-    if device != simulator.NAME:
-        unavailable("the simulated device")
-    for gradient in plain_twins.values(microbatches_of_scaler):
+def test_waits_order_microbatches_of_unsharded_parameter(simulated_twins: PlainTwins) -> None:
+    for gradient in simulated_twins.values(microbatches_of_scaler):
         assert gradient.values.tolist() == [2.0 * (1.0 + 4.0 + 16.0)] * WIDTH
 
 
