@@ -35,6 +35,10 @@ SHARDING = ROOT / "impl/distributed/fsdp"
 SEEDS = {"quick": 5, "full": 20, "deep": 100}
 SEEDS_OF_PLAIN = SEEDS | {"deep": 1000}
 DRAWN = 4  # number of the first drawn seed
+CALLS_THAT_WAIT = (
+    *(f"streams.{name}" for name in ("wait", "wait_stream", "wait_in", "block", "block_until_shards_read")),
+    "wait_for_pinned_reads",
+)
 ON_TWO_RANKS = [*ORDERED, *ORDERED_WITH_EXTENSIONS]
 # Waits that order no accesses to memory, and why they are there.
 SPARED = {
@@ -140,16 +144,7 @@ def waits() -> Iterator[tuple[str, int, str]]:
         for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.Call):
                 continue
-            if ast.unparse(node.func).endswith(
-                (
-                    "streams.wait",
-                    "streams.wait_stream",
-                    "streams.wait_in",
-                    "streams.block",
-                    "streams.block_until_shards_read",
-                    "wait_for_pinned_reads",
-                )
-            ):
+            if ast.unparse(node.func).endswith(CALLS_THAT_WAIT):
                 yield file.name, node.lineno, ast.unparse(node)
 
 

@@ -205,10 +205,8 @@ def test_summoned_gradients_keep_low_precision_without_sharding(twins: Twins) ->
     precision = {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True}
     setup = leaf_by_leaf("NO_SHARD", use_orig_params=True, mixed_precision=precision)
     options = {"with_grads": True}
-    for outcome in twins.agree(
-        unsharded, setup, tolerance_of_policy(precision), tree=SIMPLE, options=options
-    ):
-        assert {state["grad"].dtype for state in outcome.value.values()} == {torch.bfloat16}
+    ranks = twins.agree(unsharded, setup, tolerance_of_policy(precision), tree=SIMPLE, options=options)
+    assert {state["grad"].dtype for rank in ranks for state in rank.value.values()} == {torch.bfloat16}
 
 
 def train_after_changes(scene: Scene) -> list[torch.Tensor]:
