@@ -404,8 +404,9 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: this module's parameters are on several meshes.
         """
-        check_same_mesh("set_custom_all_gather", "custom comm", self._get_fsdp_state().param_groups)
-        for group in self._get_fsdp_state().param_groups:
+        groups = self._get_fsdp_state().param_groups
+        check_same_mesh("set_custom_all_gather", "custom comm", groups)
+        for group in groups:
             group.options.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
@@ -414,8 +415,9 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: this module's parameters are on several meshes.
         """
-        check_same_mesh("set_custom_reduce_scatter", "custom comm", self._get_fsdp_state().param_groups)
-        for group in self._get_fsdp_state().param_groups:
+        groups = self._get_fsdp_state().param_groups
+        check_same_mesh("set_custom_reduce_scatter", "custom comm", groups)
+        for group in groups:
             group.reduction.custom_reduce_scatter = comm
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: object = None) -> None:
@@ -426,8 +428,9 @@ class FSDPModule(_BaseForTypeCheckers):
         Raises:
             ValueError: a stream is passed and there are replicas; this module's parameters are on several meshes.
         """
-        check_same_mesh("set_all_reduce_hook", "hook", self._get_fsdp_state().param_groups)
-        for group in self._get_fsdp_state().param_groups:
+        groups = self._get_fsdp_state().param_groups
+        check_same_mesh("set_all_reduce_hook", "hook", groups)
+        for group in groups:
             group.reduction.all_reduce_hook = hook
             if stream is not None and group.params[0].replicates:
                 raise ValueError("stream cannot be set when using native HSDP")
