@@ -186,7 +186,7 @@ def _build(expected: dict[str, str], stamp: dict[str, Any] | None, extras: set[s
         _create(stamp)
         _install_torch(expected["torch"])
     say(f"{VENV.name}: installing the extras {', '.join(sorted(extras))}")
-    # The interpreter of Triton 3.6, which torch 2.11 for CUDA installs, fails with newer versions.
+    # The interpreter of Triton 3.6, which torch 2.11 for CUDA installs, fails with newer versions of numpy.
     numpy = ["numpy<2.4"] if _torch_version().startswith("2.11.") else []
     if _pip_install("-e", f"{ROOT}[{','.join(sorted(extras))}]", f"torch=={_torch_version()}", *numpy):
         sys.exit("ci: pip could not install the packages; see its messages above")
